@@ -1,0 +1,2 @@
+//! The `millstream` binary.
+fn main() {}
