@@ -1,1 +1,4 @@
 //! placeholder
+
+/// Arithmetic on quantized weights: one table of functions per instruction set, all giving the same bits.
+pub mod kernels;
