@@ -1,1 +1,4 @@
-//! placeholder
+//! Runs Mixture-of-Experts models far bigger than memory by streaming their experts from NVMe.
+
+pub mod checkpoint;
+pub mod kernels;

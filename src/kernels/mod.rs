@@ -1,0 +1,4 @@
+//! Arithmetic on weights.
+
+pub mod format;
+pub use format::*;
