@@ -1,4 +1,4 @@
-//! placeholder
+//! Runs Mixture-of-Experts models far bigger than memory by streaming their experts from NVMe.
 
-/// Arithmetic on quantized weights: one table of functions per instruction set, all giving the same bits.
+pub mod checkpoint;
 pub mod kernels;
