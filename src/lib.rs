@@ -1,1 +1,4 @@
 //! placeholder
+#![allow(missing_docs)]
+pub mod engine;
+pub mod model;
