@@ -156,7 +156,7 @@ impl Arena {
         // One huge page of slack to align, and at least a page of guard on each side, so that no neighbour merges
         // with the mapping and the report counts only its own pages.
         let mapping_bytes = bytes + 2 * HUGE_PAGE_BYTES;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let refused = |errno| IoError::Memory {
             bytes: bytes as u64,
             errno,
