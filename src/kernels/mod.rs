@@ -14,10 +14,16 @@
 //!
 //! Not-a-number results are NaN on every table, but their sign and payload are unspecified.
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod encode;
 mod format;
+#[cfg(target_arch = "x86_64")]
+mod groups;
 mod lanes;
 mod matmul;
+#[cfg(test)]
+mod parity;
 mod quantized;
 mod scalar;
 mod team;
@@ -119,6 +125,8 @@ impl Kernels {
     pub fn for_isa(isa: Isa) -> Option<&'static Kernels> {
         match isa {
             Isa::Scalar => Some(&scalar::TABLE),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512::table(),
             _ => None,
         }
     }
