@@ -15,6 +15,8 @@
 //! Not-a-number results are NaN on every table, but their sign and payload are unspecified.
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 mod encode;
 mod format;
@@ -126,8 +128,11 @@ impl Kernels {
         match isa {
             Isa::Scalar => Some(&scalar::TABLE),
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2::table(),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => avx512::table(),
-            _ => None,
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::Avx512 => None,
         }
     }
 
