@@ -1,0 +1,2 @@
+pub mod sampler;
+pub mod stop;

@@ -1,0 +1,6 @@
+//! What surrounds the weights of a model: its tokenizer, its chat template, its text as it streams out.
+
+pub mod detokenizer;
+mod pyjson;
+pub mod template;
+pub mod tokenizer;
