@@ -25,10 +25,7 @@ impl ExpertSource {
 
     /// Bytes of weights and scales.
     pub fn bytes(&self) -> u64 {
-        self.matrices()
-            .iter()
-            .map(|matrix| matrix.data.len + matrix.scales.map_or(0, |scales| scales.len))
-            .sum()
+        self.matrices().iter().map(|matrix| matrix.data.len + matrix.scales.map_or(0, |scales| scales.len)).sum()
     }
 }
 
@@ -63,10 +60,7 @@ fn layer_experts(arch: &Arch, tensors: &TensorMap, layer: usize) -> Result<Vec<E
     let mut name = String::new();
     let mut matrix = |expert: usize, part: &str, rows, cols| {
         name.clear();
-        let _ = write!(
-            name,
-            "model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-        );
+        let _ = write!(name, "model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight");
         tensors.matrix(&name, rows, cols)
     };
     (0..arch.moe.experts)

@@ -16,12 +16,7 @@ pub struct Tensor {
 
 impl Tensor {
     pub fn new(name: &str, dtype: &str, shape: &[u64], data: Vec<u8>) -> Tensor {
-        Tensor {
-            name: name.to_owned(),
-            dtype: dtype.to_owned(),
-            shape: shape.to_vec(),
-            data,
-        }
+        Tensor { name: name.to_owned(), dtype: dtype.to_owned(), shape: shape.to_vec(), data }
     }
 }
 
@@ -36,8 +31,7 @@ impl Shard {
     pub fn read(path: &Path) -> Shard {
         let bytes = fs::read(path).unwrap();
         let header_bytes = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-        let header: Map<String, Value> =
-            serde_json::from_slice(&bytes[8..][..header_bytes]).unwrap();
+        let header: Map<String, Value> = serde_json::from_slice(&bytes[8..][..header_bytes]).unwrap();
         let data = &bytes[8 + header_bytes..];
         let mut shard = Shard::default();
         for (name, value) in header {
@@ -45,8 +39,7 @@ impl Shard {
                 shard.metadata = value.as_object().unwrap().clone();
                 continue;
             }
-            let offsets: Vec<usize> =
-                serde_json::from_value(value["data_offsets"].clone()).unwrap();
+            let offsets: Vec<usize> = serde_json::from_value(value["data_offsets"].clone()).unwrap();
             shard.tensors.push(Tensor {
                 name,
                 dtype: value["dtype"].as_str().unwrap().to_owned(),
@@ -58,35 +51,22 @@ impl Shard {
     }
 
     pub fn get(&self, name: &str) -> &Tensor {
-        self.tensors
-            .iter()
-            .find(|tensor| tensor.name == name)
-            .unwrap_or_else(|| panic!("{name}"))
+        self.tensors.iter().find(|tensor| tensor.name == name).unwrap_or_else(|| panic!("{name}"))
     }
 
     pub fn get_mut(&mut self, name: &str) -> &mut Tensor {
-        self.tensors
-            .iter_mut()
-            .find(|tensor| tensor.name == name)
-            .unwrap()
+        self.tensors.iter_mut().find(|tensor| tensor.name == name).unwrap()
     }
 
     pub fn remove(&mut self, name: &str) -> Tensor {
-        let index = self
-            .tensors
-            .iter()
-            .position(|tensor| tensor.name == name)
-            .unwrap();
+        let index = self.tensors.iter().position(|tensor| tensor.name == name).unwrap();
         self.tensors.remove(index)
     }
 
     pub fn header(&self) -> Map<String, Value> {
         let mut header = Map::new();
         if !self.metadata.is_empty() {
-            header.insert(
-                "__metadata__".to_owned(),
-                Value::Object(self.metadata.clone()),
-            );
+            header.insert("__metadata__".to_owned(), Value::Object(self.metadata.clone()));
         }
         let mut begin = 0;
         for tensor in &self.tensors {
@@ -101,18 +81,11 @@ impl Shard {
     }
 
     pub fn data(&self) -> Vec<u8> {
-        self.tensors
-            .iter()
-            .flat_map(|tensor| tensor.data.iter().copied())
-            .collect()
+        self.tensors.iter().flat_map(|tensor| tensor.data.iter().copied()).collect()
     }
 
     pub fn write(&self, path: &Path) {
-        fs::write(
-            path,
-            file_bytes(&Value::Object(self.header()).to_string(), &self.data()),
-        )
-        .unwrap();
+        fs::write(path, file_bytes(&Value::Object(self.header()).to_string(), &self.data())).unwrap();
     }
 }
 
@@ -128,10 +101,7 @@ pub fn file_bytes(header: &str, data: &[u8]) -> Vec<u8> {
 
 /// The tiny random model of the repository.
 pub fn tiny_model() -> &'static Path {
-    Path::new(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/tests/data/tiny-glm-moe-dsa"
-    ))
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tiny-glm-moe-dsa"))
 }
 
 /// A writable copy of the tiny model, gone when dropped.
@@ -144,11 +114,7 @@ impl Model {
         let dir = tempfile::tempdir().unwrap();
         for entry in fs::read_dir(tiny_model()).unwrap() {
             let path = entry.unwrap().path();
-            fs::write(
-                dir.path().join(path.file_name().unwrap()),
-                fs::read(&path).unwrap(),
-            )
-            .unwrap();
+            fs::write(dir.path().join(path.file_name().unwrap()), fs::read(&path).unwrap()).unwrap();
         }
         Model { dir }
     }
@@ -190,10 +156,7 @@ impl Model {
     /// Splits the model into two shards with an index; tensors from number `at` on go to the second.
     pub fn split(&self, at: usize) {
         let mut first = Shard::read(&self.shard_path());
-        let second = Shard {
-            tensors: first.tensors.split_off(at),
-            ..Shard::default()
-        };
+        let second = Shard { tensors: first.tensors.split_off(at), ..Shard::default() };
         fs::remove_file(self.shard_path()).unwrap();
         let mut weight_map = Map::new();
         for (number, shard) in [first, second].into_iter().enumerate() {
@@ -204,10 +167,6 @@ impl Model {
             shard.write(&self.path().join(name));
         }
         let index = json!({"metadata": {}, "weight_map": weight_map});
-        fs::write(
-            self.path().join("model.safetensors.index.json"),
-            index.to_string(),
-        )
-        .unwrap();
+        fs::write(self.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
     }
 }
