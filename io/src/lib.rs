@@ -14,3 +14,6 @@ pub struct FileSpan {
     /// Length in bytes.
     pub len: u64,
 }
+
+pub mod space;
+pub use space::free_bytes;

@@ -5,6 +5,7 @@
 
 pub mod arch;
 mod config;
+pub mod convert;
 pub mod container;
 pub mod error;
 pub mod experts;
@@ -49,15 +50,13 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Opens the model in `dir` and checks everything an answer could need. Reads no weight.
     pub fn open(dir: &Path) -> Result<Checkpoint> {
+        refuse_unfinished(dir)?;
         Checkpoint::open_with(dir, &SMALL_FILES)
     }
 
     /// As [`Checkpoint::open`], with the list of small files that must be there.
     pub(crate) fn open_with(dir: &Path, small_files: &[&str]) -> Result<Checkpoint> {
         let shards = tensors::shard_paths(dir)?.len();
-        if dir.join(UNFINISHED_NAME).exists() {
-            return Err(CheckpointError::Unfinished { dir: dir.to_owned() });
-        }
         let missing: Vec<String> =
             small_files.iter().filter(|name| !dir.join(name).exists()).map(|name| (*name).to_owned()).collect();
         if !missing.is_empty() {
@@ -97,6 +96,14 @@ impl Checkpoint {
     /// [`Checkpoint::fingerprint`] as 16 hexadecimal digits.
     pub fn fingerprint_hex(&self) -> String {
         format!("{:016x}", self.fingerprint)
+    }
+}
+
+/// A conversion's destination is no model before the conversion is done, even if all that is there is whole.
+pub(crate) fn refuse_unfinished(dir: &Path) -> Result<()> {
+    match dir.join(UNFINISHED_NAME).exists() {
+        true => Err(CheckpointError::Unfinished { dir: dir.to_owned() }),
+        false => Ok(()),
     }
 }
 
