@@ -5,8 +5,8 @@
 
 pub mod arch;
 mod config;
-pub mod convert;
 pub mod container;
+pub mod convert;
 pub mod error;
 pub mod experts;
 mod header;

@@ -164,8 +164,12 @@ impl ShardLayout {
     }
 
     fn json(&self, hashes: &[u64]) -> String {
-        let hex: Map<String, Value> =
-            self.run_names.iter().zip(hashes).map(|(name, hash)| (name.clone(), json!(format!("{hash:016x}")))).collect();
+        let hex: Map<String, Value> = self
+            .run_names
+            .iter()
+            .zip(hashes)
+            .map(|(name, hash)| (name.clone(), json!(format!("{hash:016x}"))))
+            .collect();
         let mut metadata = self.metadata.clone();
         metadata.insert(HASHES_KEY, Value::Object(hex).to_string());
         let mut header = Map::new();

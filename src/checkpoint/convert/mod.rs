@@ -13,8 +13,8 @@ mod shard;
 
 pub use options::{ConvertOptions, Width};
 
-use super::{Checkpoint, refuse_unfinished};
 use super::error::{CheckpointError, Result};
+use super::{Checkpoint, refuse_unfinished};
 use destination::Destination;
 use layout::{ShardLayout, ShardPlan};
 use std::fmt;
