@@ -2,5 +2,10 @@
 
 pub mod checkpoint;
 pub mod engine;
+pub mod forward;
 pub mod kernels;
+pub mod limits;
+pub mod meter;
 pub mod model;
+pub mod ops;
+pub mod store;

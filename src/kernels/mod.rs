@@ -14,6 +14,7 @@
 //!
 //! Not-a-number results are NaN on every table, but their sign and payload are unspecified.
 
+mod chunks;
 mod encode;
 mod format;
 mod lanes;
