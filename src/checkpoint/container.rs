@@ -1,0 +1,343 @@
+//! Which format a weight matrix has, and which bytes are its scales.
+//!
+//! Float matrices say so themselves. FP8 comes with `<name>_scale_inv`. Everything else is U8 with `<name>.qs`, and the
+//! format follows from the two byte counts; a stamp in the shard's metadata may confirm it or break a tie.
+
+use super::error::{CheckpointError, Result};
+use super::tensors::{Dtype, TensorInfo, TensorMap};
+use crate::kernels::{Format, MatrixSpec};
+use millstream_io::FileSpan;
+
+/// Group sizes a container may use, in the order in which they are tried.
+pub const GROUP_SIZES: [u16; 8] = [16, 32, 48, 64, 96, 128, 192, 256];
+/// Suffix of the scales of a U8 weight.
+pub const SCALES_SUFFIX: &str = ".qs";
+/// Suffix of the block scales of an FP8 weight.
+pub const FP8_SCALES_SUFFIX: &str = "_scale_inv";
+/// Columns that share a scale in the three-bit format, and bytes they take.
+const INT3_GROUP: usize = 64;
+const INT3_GROUP_BYTES: usize = 24;
+
+/// Where a matrix lies and how to read it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixSource {
+    /// Format and shape.
+    pub spec: MatrixSpec,
+    /// The weights, `spec.data_bytes()` long.
+    pub data: FileSpan,
+    /// The scales, `spec.scale_bytes()` long; `None` for formats that store values themselves.
+    pub scales: Option<FileSpan>,
+}
+
+/// What the byte counts of a U8 weight and its scales allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Candidate {
+    Known(Format),
+    Int3,
+}
+
+impl Candidate {
+    /// Name in a stamp; grouped formats of any size share one.
+    fn stamp_name(self) -> &'static str {
+        match self {
+            Candidate::Int3 => "int3-g64",
+            Candidate::Known(format) => stamp_name(format),
+        }
+    }
+}
+
+/// The name of a format in a container's metadata.
+pub fn stamp_name(format: Format) -> &'static str {
+    match format {
+        Format::F32 => "f32",
+        Format::Bf16 => "bf16",
+        Format::F16 => "f16",
+        Format::Fp8Block => "fp8-e4m3-b128",
+        Format::Int8Row => "int8-row",
+        Format::Int4Row => "int4-row",
+        Format::Int4Group { .. } => "int4-grouped",
+        Format::Int2Row => "int2-row",
+    }
+}
+
+impl TensorMap {
+    /// Resolves the weight matrix `name` of shape `[rows, cols]`: exact sizes, known format, scales present.
+    ///
+    /// Errors name the shard, the tensor, what the shape asks for and what is there.
+    pub fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<MatrixSource> {
+        let tensor = self.required(name, || format!("a matrix [{rows}, {cols}]"))?;
+        match tensor.dtype {
+            Dtype::F32 => self.float_matrix(name, tensor, Format::F32, rows, cols),
+            Dtype::Bf16 => self.float_matrix(name, tensor, Format::Bf16, rows, cols),
+            Dtype::F16 => self.float_matrix(name, tensor, Format::F16, rows, cols),
+            Dtype::F8E4M3 => self.fp8_matrix(name, tensor, rows, cols),
+            Dtype::U8 => self.packed_matrix(name, tensor, rows, cols),
+            _ => {
+                let expected = "F32, BF16, F16, F8_E4M3 or U8".to_owned();
+                Err(self.tensor_fault(name, tensor, "dtype", expected, tensor.dtype.to_string()))
+            }
+        }
+    }
+
+    /// Resolves the unquantized vector `name` of `len` values, in F32, BF16 or F16.
+    pub fn vector(&self, name: &str, len: usize) -> Result<TensorInfo> {
+        let tensor = self.required(name, || format!("a vector [{len}]"))?;
+        if !matches!(tensor.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
+            let expected = "F32, BF16 or F16".to_owned();
+            let found = tensor.dtype.to_string();
+            return Err(self.tensor_fault(name, tensor, "dtype", expected, found));
+        }
+        self.check_shape(name, tensor, &[len as u64])?;
+        Ok(tensor.clone())
+    }
+
+    fn required(&self, name: &str, shape: impl Fn() -> String) -> Result<&TensorInfo> {
+        self.get(name)
+            .ok_or_else(|| CheckpointError::TensorMissing {
+                dir: self.dir().to_owned(),
+                tensor: name.to_owned(),
+                expected: shape(),
+                shards: self.paths().len(),
+            })
+    }
+
+    fn float_matrix(
+        &self,
+        name: &str,
+        tensor: &TensorInfo,
+        format: Format,
+        rows: usize,
+        cols: usize,
+    ) -> Result<MatrixSource> {
+        self.check_shape(name, tensor, &[rows as u64, cols as u64])?;
+        for suffix in [SCALES_SUFFIX, FP8_SCALES_SUFFIX] {
+            if self.get(&format!("{name}{suffix}")).is_some() {
+                let expected = format!("no {name}{suffix}, since the weight is {}", tensor.dtype);
+                let found = "scales that would be ignored".to_owned();
+                return Err(self.tensor_fault(name, tensor, "scales", expected, found));
+            }
+        }
+        let spec = MatrixSpec { format, rows, cols };
+        Ok(MatrixSource {
+            spec,
+            data: tensor.span(),
+            scales: None,
+        })
+    }
+
+    fn fp8_matrix(
+        &self,
+        name: &str,
+        tensor: &TensorInfo,
+        rows: usize,
+        cols: usize,
+    ) -> Result<MatrixSource> {
+        self.check_shape(name, tensor, &[rows as u64, cols as u64])?;
+        let spec = MatrixSpec {
+            format: Format::Fp8Block,
+            rows,
+            cols,
+        };
+        let blocks = [rows.div_ceil(128) as u64, cols.div_ceil(128) as u64];
+        let scales_name = format!("{name}{FP8_SCALES_SUFFIX}");
+        let scales = self.scales(name, tensor, &scales_name, &format!("F32 {blocks:?}"))?;
+        self.check_shape(&scales_name, scales, &blocks)?;
+        Ok(MatrixSource {
+            spec,
+            data: tensor.span(),
+            scales: Some(scales.span()),
+        })
+    }
+
+    fn packed_matrix(
+        &self,
+        name: &str,
+        tensor: &TensorInfo,
+        rows: usize,
+        cols: usize,
+    ) -> Result<MatrixSource> {
+        let scales_name = format!("{name}{SCALES_SUFFIX}");
+        let expected = format!("F32, one a row ({rows}) or a group");
+        let scales = self.scales(name, tensor, &scales_name, &expected)?;
+        let scale_count = scales.bytes / 4;
+        let fitting = candidates(rows, cols, tensor.bytes, scale_count);
+        let found = || format!("{} bytes with {scale_count} scales", tensor.bytes);
+        let Some(&first) = fitting.first() else {
+            let expected = sizes_expected(rows, cols);
+            return Err(self.tensor_fault(name, tensor, "size", expected, found()));
+        };
+        let chosen = match self.stamp(name) {
+            None => first,
+            Some(stamp) => match fitting.iter().find(|fit| fit.stamp_name() == stamp) {
+                Some(&fit) => fit,
+                None => {
+                    let names: Vec<_> = fitting.iter().map(|fit| fit.stamp_name()).collect();
+                    let found = format!("{}, which is {}", found(), names.join(" or "));
+                    let expected = format!("{stamp}, as the shard's metadata says");
+                    return Err(self.tensor_fault(name, tensor, "format", expected, found));
+                }
+            },
+        };
+        let Candidate::Known(format) = chosen else {
+            let expected = "a format this engine reads".to_owned();
+            return Err(self.tensor_fault(name, tensor, "format", expected, "int3-g64".to_owned()));
+        };
+        let spec = MatrixSpec { format, rows, cols };
+        Ok(MatrixSource {
+            spec,
+            data: tensor.span(),
+            scales: Some(scales.span()),
+        })
+    }
+
+    /// The F32 scales of a quantized weight.
+    fn scales(
+        &self,
+        name: &str,
+        tensor: &TensorInfo,
+        scales_name: &str,
+        expected: &str,
+    ) -> Result<&TensorInfo> {
+        let Some(scales) = self.get(scales_name) else {
+            return Err(CheckpointError::ScaleMissing {
+                file: self.path(tensor.file).to_owned(),
+                tensor: name.to_owned(),
+                dtype: tensor.dtype.to_string(),
+                scales: scales_name.to_owned(),
+                expected: expected.to_owned(),
+            });
+        };
+        if scales.dtype != Dtype::F32 {
+            let found = scales.dtype.to_string();
+            return Err(self.tensor_fault(scales_name, scales, "dtype", "F32".to_owned(), found));
+        }
+        Ok(scales)
+    }
+
+    fn check_shape(&self, name: &str, tensor: &TensorInfo, shape: &[u64]) -> Result<()> {
+        if tensor.shape == shape {
+            return Ok(());
+        }
+        let found = format!("{:?}", tensor.shape);
+        Err(self.tensor_fault(name, tensor, "shape", format!("{shape:?}"), found))
+    }
+
+    pub(crate) fn tensor_fault(
+        &self,
+        name: &str,
+        tensor: &TensorInfo,
+        what: &'static str,
+        expected: String,
+        found: String,
+    ) -> CheckpointError {
+        CheckpointError::Tensor {
+            file: self.path(tensor.file).to_owned(),
+            tensor: name.to_owned(),
+            what,
+            expected,
+            found,
+        }
+    }
+}
+
+/// The formats whose sizes are these, the one to assume without a stamp first.
+///
+/// Int8 comes before FP8, which has the same weight bytes: where both scale counts fit, a file without a stamp was
+/// written before FP8 containers existed. Of the group sizes only the first that fits is a candidate.
+fn candidates(rows: usize, cols: usize, bytes: u64, scales: u64) -> Vec<Candidate> {
+    let group = GROUP_SIZES
+        .into_iter()
+        .filter(|&group| cols.div_ceil(group as usize) > 1)
+        .map(|group| Format::Int4Group { group })
+        .find(|format| format.scale_count(rows, cols) as u64 == scales);
+    let plain = [
+        Format::Int8Row,
+        Format::Fp8Block,
+        Format::Int4Row,
+        Format::Int2Row,
+    ];
+    let mut fitting: Vec<Candidate> = [plain[0], plain[1], plain[2]]
+        .into_iter()
+        .chain(group)
+        .chain([plain[3]])
+        .filter(|format| format.data_bytes(rows, cols) as u64 == bytes)
+        .filter(|format| format.scale_count(rows, cols) as u64 == scales)
+        .map(Candidate::Known)
+        .collect();
+    let int3_groups = rows * cols.div_ceil(INT3_GROUP);
+    if (int3_groups * INT3_GROUP_BYTES) as u64 == bytes && int3_groups as u64 == scales {
+        fitting.push(Candidate::Int3);
+    }
+    fitting
+}
+
+fn sizes_expected(rows: usize, cols: usize) -> String {
+    let size = |format: Format| {
+        let (bytes, scales) = (
+            format.data_bytes(rows, cols),
+            format.scale_count(rows, cols),
+        );
+        format!("{format} {bytes} + {scales} scales")
+    };
+    let sizes = [Format::Int8Row, Format::Int4Row, Format::Int2Row].map(size);
+    format!(
+        "for [{rows}, {cols}] one of: {}, or int4 with more scales",
+        sizes.join(", ")
+    )
+}
+
+/// The format a reader infers from sizes alone; `None` when nothing fits or only a format that cannot be read.
+pub(crate) fn inferred(rows: usize, cols: usize, bytes: u64, scales: u64) -> Option<Format> {
+    match candidates(rows, cols, bytes, scales).first() {
+        Some(&Candidate::Known(format)) => Some(format),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_follow_from_sizes_of_a_glm_5_2_expert() {
+        let (rows, cols) = (2048, 6144);
+        let at = |bytes, scales| inferred(rows, cols, bytes, scales);
+        assert_eq!(at(12_582_912, 2048), Some(Format::Int8Row));
+        assert_eq!(at(12_582_912, 16 * 48), Some(Format::Fp8Block));
+        assert_eq!(at(6_291_456, 2048), Some(Format::Int4Row));
+        assert_eq!(
+            at(6_291_456, 196_608),
+            Some(Format::Int4Group { group: 64 })
+        );
+        assert_eq!(
+            at(6_291_456, 2048 * 32),
+            Some(Format::Int4Group { group: 192 })
+        );
+        assert_eq!(at(3_145_728, 2048), Some(Format::Int2Row));
+        assert_eq!(at(6_291_456, 2049), None);
+        assert_eq!(at(6_291_455, 2048), None);
+    }
+
+    #[test]
+    fn three_bit_weights_are_recognized_as_such() {
+        let bytes = 2048 * 96 * 24;
+        assert_eq!(candidates(2048, 6144, bytes, 196_608), [Candidate::Int3]);
+        assert_eq!(inferred(2048, 6144, bytes, 196_608), None);
+    }
+
+    #[test]
+    fn one_group_a_row_is_per_row() {
+        assert_eq!(inferred(8, 64, 256, 8), Some(Format::Int4Row));
+        assert_eq!(
+            inferred(8, 65, 264, 16),
+            Some(Format::Int4Group { group: 48 })
+        );
+    }
+
+    #[test]
+    fn int8_wins_over_fp8_where_both_counts_fit() {
+        // One row: one row scale, and one block a 128 columns.
+        assert_eq!(inferred(1, 100, 100, 1), Some(Format::Int8Row));
+        assert_eq!(candidates(1, 100, 100, 1).len(), 2);
+    }
+}

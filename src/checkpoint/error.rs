@@ -1,0 +1,284 @@
+//! What can be wrong with a checkpoint: values, not prose, so that a caller can show them as it likes.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Why a checkpoint was refused, or a conversion stopped. Every variant names the file or directory it is about.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// The system refused an operation on a file.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was tried, as a verb: `read`, `write`, `rename`.
+        action: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The directory lacks the small files that say what the shards are.
+    #[error("{} is not a whole model: {} missing, {shards} weight shard{} found", dir.display(), missing.join(" and "), if *shards == 1 { "" } else { "s" })]
+    SmallFilesMissing {
+        /// Model directory.
+        dir: PathBuf,
+        /// Names of the files that are not there.
+        missing: Vec<String>,
+        /// How many `*.safetensors` files are there.
+        shards: usize,
+    },
+    /// The directory holds no weights.
+    #[error("{} holds no *.safetensors file", dir.display())]
+    NoShards {
+        /// Model directory.
+        dir: PathBuf,
+    },
+    /// A conversion into this directory has not finished.
+    #[error("{} is the destination of a conversion that did not finish", dir.display())]
+    Unfinished {
+        /// Model directory.
+        dir: PathBuf,
+    },
+    /// A small JSON file has a value that is absent, of the wrong kind, or not supported.
+    #[error("{file}: {field}: expected {expected}, found {found}")]
+    Config {
+        /// Name of the file.
+        file: String,
+        /// Dotted path of the value; `JSON` when the text itself is broken.
+        field: String,
+        /// What is supported.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+    /// A shard's header breaks the safetensors format.
+    #[error("{}: {}{what}: expected {expected}, found {found}", file.display(), tensor_prefix(tensor))]
+    Header {
+        /// The shard.
+        file: PathBuf,
+        /// The tensor at fault, where it is one.
+        tensor: Option<String>,
+        /// Which rule is broken.
+        what: &'static str,
+        /// What the rule asks for.
+        expected: String,
+        /// What the file says.
+        found: String,
+    },
+    /// Two shards hold a tensor of the same name.
+    #[error("tensor {tensor} is in two shards: {} and {}", first.display(), second.display())]
+    Duplicate {
+        /// Name of the tensor.
+        tensor: String,
+        /// One shard.
+        first: PathBuf,
+        /// The other shard.
+        second: PathBuf,
+    },
+    /// The index names shards that are not on disk.
+    #[error("{} names {} shard{} that {} not there: {}; incomplete download?", index.display(), missing.len(), if missing.len() == 1 { "" } else { "s" }, if missing.len() == 1 { "is" } else { "are" }, shown(missing))]
+    ShardsMissing {
+        /// The index file.
+        index: PathBuf,
+        /// Names of the shards, sorted.
+        missing: Vec<String>,
+    },
+    /// The index maps a tensor to a shard whose header lacks it.
+    #[error("{} says that tensor {tensor} is in {}, whose header lacks it ({})", index.display(), shard.display(), elsewhere(found))]
+    IndexDiffers {
+        /// The index file.
+        index: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// The shard named by the index.
+        shard: PathBuf,
+        /// The shard that does hold the tensor.
+        found: Option<PathBuf>,
+    },
+    /// A tensor the model needs is in no shard, nor in the index.
+    #[error("tensor {tensor} does not exist in this checkpoint: none of the {shards} shard{} of {} holds it (expected {expected})", if *shards == 1 { "" } else { "s" }, dir.display())]
+    TensorMissing {
+        /// Model directory.
+        dir: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// Its shape.
+        expected: String,
+        /// How many shards were searched.
+        shards: usize,
+    },
+    /// A tensor has a type, shape or size that the configuration contradicts.
+    #[error("{}: tensor {tensor}: {what}: expected {expected}, found {found}", file.display())]
+    Tensor {
+        /// The shard.
+        file: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// Which property disagrees.
+        what: &'static str,
+        /// What the configuration asks for.
+        expected: String,
+        /// What the shard holds.
+        found: String,
+    },
+    /// A quantized weight without the tensor that scales it.
+    #[error("{}: tensor {tensor} is {dtype} and needs the scales {scales} ({expected}), which no shard holds", file.display())]
+    ScaleMissing {
+        /// The shard of the weight.
+        file: PathBuf,
+        /// Name of the weight.
+        tensor: String,
+        /// Its type in the file.
+        dtype: String,
+        /// Name of the missing tensor.
+        scales: String,
+        /// Type and shape the scales would have.
+        expected: String,
+    },
+    /// A weight that is not a number, or not finite, cannot be quantized.
+    #[error("{}: tensor {tensor}: row {row}, column {col} is {value}, which cannot be quantized", file.display())]
+    NotFinite {
+        /// The source shard.
+        file: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// Row of the value.
+        row: usize,
+        /// Column of the value.
+        col: usize,
+        /// The value.
+        value: f32,
+    },
+    /// The options of a conversion contradict each other or the source.
+    #[error("cannot convert: {what}: expected {expected}, found {found}")]
+    ConvertOptions {
+        /// Which option.
+        what: String,
+        /// What would work.
+        expected: String,
+        /// What was asked.
+        found: String,
+    },
+    /// The destination was begun with other parameters, or from another source.
+    #[error("{} holds a conversion made with other parameters: there `{found}`, asked now `{wanted}`", dir.display())]
+    ConvertDiffers {
+        /// Destination directory.
+        dir: PathBuf,
+        /// Parameters asked for now.
+        wanted: String,
+        /// Parameters of what is there.
+        found: String,
+    },
+    /// The destination holds something this conversion did not write.
+    #[error("{} already holds {}, which this conversion did not write", dir.display(), file.display())]
+    ConvertOccupied {
+        /// Destination directory.
+        dir: PathBuf,
+        /// The file in the way.
+        file: PathBuf,
+    },
+    /// The destination's file system has too little room.
+    #[error("{} has {available} bytes free; the conversion needs {needed} more", dir.display())]
+    NoSpace {
+        /// Destination directory.
+        dir: PathBuf,
+        /// Bytes still to be written.
+        needed: u64,
+        /// Bytes free.
+        available: u64,
+    },
+}
+
+impl CheckpointError {
+    /// One line on what to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                "check the path; in a download cache a dangling link means the file was never fetched"
+            }
+            CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
+                "free space and run the same command again: finished shards are kept"
+            }
+            CheckpointError::Io { .. } => "check permissions and the drive's health (dmesg)",
+            CheckpointError::SmallFilesMissing { .. } => {
+                "copy the small JSON files of the same checkpoint beside the shards"
+            }
+            CheckpointError::NoShards { .. } => {
+                "give the directory that holds the *.safetensors files of the model"
+            }
+            CheckpointError::Unfinished { .. } => {
+                "run the same convert command again: it continues where it stopped"
+            }
+            CheckpointError::Config { .. } => {
+                "fetch the small files of the checkpoint again; a value that is right but unsupported needs another release"
+            }
+            CheckpointError::Header { .. } => {
+                "the shard is damaged or incomplete: fetch it again and compare its checksum"
+            }
+            CheckpointError::Duplicate { .. } => {
+                "two checkpoints are mixed in one directory: move the shards that do not belong"
+            }
+            CheckpointError::ShardsMissing { .. } => "fetch the missing shards",
+            CheckpointError::IndexDiffers { .. } => {
+                "shard and index come from different uploads: fetch both again, or remove the index if the shards are right"
+            }
+            CheckpointError::TensorMissing { .. } => {
+                "a shard is missing, or config.json belongs to another model"
+            }
+            CheckpointError::Tensor { .. } => {
+                "config.json and shards belong to different models, or the shard is damaged"
+            }
+            CheckpointError::ScaleMissing { .. } => {
+                "fetch the shard that holds the scales; raw codes without scales are never used as weights"
+            }
+            CheckpointError::NotFinite { .. } => "the source shard is damaged: fetch it again",
+            CheckpointError::ConvertOptions { .. } => "change the option named above",
+            CheckpointError::ConvertDiffers { .. } => {
+                "give the same parameters to continue, or another destination to start afresh"
+            }
+            CheckpointError::ConvertOccupied { .. } => "give an empty or new directory",
+            CheckpointError::NoSpace { .. } => {
+                "free space, or give a destination on a larger drive"
+            }
+        }
+    }
+}
+
+/// Shorthand of this layer.
+pub type Result<T> = std::result::Result<T, CheckpointError>;
+
+pub(crate) fn io_error<'a>(
+    action: &'static str,
+    path: &'a std::path::Path,
+) -> impl FnOnce(io::Error) -> CheckpointError + 'a {
+    move |source| CheckpointError::Io {
+        action,
+        path: path.to_owned(),
+        source,
+    }
+}
+
+fn tensor_prefix(tensor: &Option<String>) -> String {
+    tensor
+        .as_ref()
+        .map(|name| format!("tensor {name}: "))
+        .unwrap_or_default()
+}
+
+fn elsewhere(found: &Option<PathBuf>) -> String {
+    match found {
+        Some(path) => format!("it is in {}", path.display()),
+        None => "nor does any other shard hold it".to_owned(),
+    }
+}
+
+fn shown(names: &[String]) -> String {
+    const SHOWN: usize = 8;
+    if names.len() <= SHOWN {
+        return names.join(", ");
+    }
+    format!(
+        "{} and {} more",
+        names[..SHOWN].join(", "),
+        names.len() - SHOWN
+    )
+}

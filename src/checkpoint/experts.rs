@@ -1,0 +1,81 @@
+//! Routed experts: which layer and number lies where.
+
+use super::arch::{Arch, MlpKind};
+use super::container::MatrixSource;
+use super::error::Result;
+use super::tensors::TensorMap;
+use std::fmt::Write;
+
+/// The three matrices of one expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertSource {
+    /// `[width, hidden]`.
+    pub gate: MatrixSource,
+    /// `[width, hidden]`.
+    pub up: MatrixSource,
+    /// `[hidden, width]`.
+    pub down: MatrixSource,
+}
+
+impl ExpertSource {
+    /// The matrices in the order in which they are used.
+    pub fn matrices(&self) -> [&MatrixSource; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+
+    /// Bytes of weights and scales.
+    pub fn bytes(&self) -> u64 {
+        self.matrices()
+            .iter()
+            .map(|matrix| matrix.data.len + matrix.scales.map_or(0, |scales| scales.len))
+            .sum()
+    }
+}
+
+/// Every routed expert of a model.
+#[derive(Clone, Debug, Default)]
+pub struct ExpertIndex {
+    /// By model layer: `None` for a dense one. Where the model has an MTP layer, it is the last entry.
+    pub layers: Vec<Option<Vec<ExpertSource>>>,
+}
+
+impl ExpertIndex {
+    /// Resolves every expert of every sparse layer, and of the MTP layer if `arch` has one.
+    pub fn build(arch: &Arch, tensors: &TensorMap) -> Result<ExpertIndex> {
+        let mut layers = Vec::with_capacity(arch.layers.len() + 1);
+        for (layer, kind) in arch.layers.iter().chain(&arch.mtp).enumerate() {
+            layers.push(match kind.mlp {
+                MlpKind::Dense { .. } => None,
+                MlpKind::Sparse => Some(layer_experts(arch, tensors, layer)?),
+            });
+        }
+        Ok(ExpertIndex { layers })
+    }
+
+    /// An expert of a sparse layer; `None` for a dense layer, or a number out of range.
+    pub fn get(&self, layer: usize, expert: usize) -> Option<&ExpertSource> {
+        self.layers.get(layer)?.as_ref()?.get(expert)
+    }
+}
+
+fn layer_experts(arch: &Arch, tensors: &TensorMap, layer: usize) -> Result<Vec<ExpertSource>> {
+    let (hidden, width) = (arch.hidden, arch.moe.width);
+    let mut name = String::new();
+    let mut matrix = |expert: usize, part: &str, rows, cols| {
+        name.clear();
+        let _ = write!(
+            name,
+            "model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        );
+        tensors.matrix(&name, rows, cols)
+    };
+    (0..arch.moe.experts)
+        .map(|expert| {
+            Ok(ExpertSource {
+                gate: matrix(expert, "gate", width, hidden)?,
+                up: matrix(expert, "up", width, hidden)?,
+                down: matrix(expert, "down", hidden, width)?,
+            })
+        })
+        .collect()
+}

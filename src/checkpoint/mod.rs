@@ -1,0 +1,201 @@
+//! A model on disk: what it is, where its tensors lie, and whether everything an answer could need is there.
+//!
+//! [`Checkpoint::open`] reads the small files and the shards' headers, never a weight, and refuses whatever would fail
+//! later: a missing scale, a norm of the wrong length, a shard cut short. After it nothing is checked again.
+
+pub mod arch;
+mod config;
+pub mod container;
+pub mod error;
+pub mod experts;
+mod header;
+mod index;
+pub mod required;
+pub mod tensors;
+
+pub use arch::Arch;
+pub use container::MatrixSource;
+pub use error::CheckpointError;
+pub use experts::{ExpertIndex, ExpertSource};
+pub use required::{Required, Shape};
+pub use tensors::{Dtype, TensorInfo, TensorMap};
+
+use arch::IndexerKind;
+use container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
+use error::Result;
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+/// Left in a directory while a conversion into it is not finished.
+pub(crate) const UNFINISHED_NAME: &str = ".millstream-convert.json";
+/// Small files without which the shards are of no use.
+const SMALL_FILES: [&str; 2] = ["config.json", "tokenizer.json"];
+
+/// A model directory, opened and checked.
+#[derive(Debug)]
+pub struct Checkpoint {
+    /// The model directory.
+    pub dir: PathBuf,
+    /// What the model is. Parts that the shards turned out to lack, the MTP layer or the indexer, are off.
+    pub arch: Arch,
+    /// Every tensor.
+    pub tensors: TensorMap,
+    /// The routed experts.
+    pub experts: ExpertIndex,
+    notes: Vec<String>,
+    fingerprint: u64,
+}
+
+impl Checkpoint {
+    /// Opens the model in `dir` and checks everything an answer could need. Reads no weight.
+    pub fn open(dir: &Path) -> Result<Checkpoint> {
+        Checkpoint::open_with(dir, &SMALL_FILES)
+    }
+
+    /// As [`Checkpoint::open`], with the list of small files that must be there.
+    pub(crate) fn open_with(dir: &Path, small_files: &[&str]) -> Result<Checkpoint> {
+        let shards = tensors::shard_paths(dir)?.len();
+        if dir.join(UNFINISHED_NAME).exists() {
+            return Err(CheckpointError::Unfinished {
+                dir: dir.to_owned(),
+            });
+        }
+        let missing: Vec<String> = small_files
+            .iter()
+            .filter(|name| !dir.join(name).exists())
+            .map(|name| (*name).to_owned())
+            .collect();
+        if !missing.is_empty() {
+            return Err(CheckpointError::SmallFilesMissing {
+                dir: dir.to_owned(),
+                missing,
+                shards,
+            });
+        }
+        let mut arch = Arch::read(dir)?;
+        let tensors = TensorMap::open(dir)?;
+        let mut notes = tensors.notes().to_vec();
+        disable_absent_parts(&mut arch, &tensors, &mut notes);
+        let mut required = Checkpoint::required(&arch);
+        let optional = required::mtp_optional(&arch);
+        required.extend(
+            optional
+                .into_iter()
+                .filter(|tensor| tensors.get(&tensor.name).is_some()),
+        );
+        for tensor in &required {
+            tensor.check(&tensors)?;
+        }
+        let experts = ExpertIndex::build(&arch, &tensors)?;
+        notes.extend(unused_note(&arch, &tensors, &required));
+        let fingerprint = fingerprint(dir, &tensors)?;
+        Ok(Checkpoint {
+            dir: dir.to_owned(),
+            arch,
+            tensors,
+            experts,
+            notes,
+            fingerprint,
+        })
+    }
+
+    /// Every tensor the model needs besides its routed experts, by the vendor's names.
+    pub fn required(arch: &Arch) -> Vec<Required> {
+        required::list(arch)
+    }
+
+    /// Lines worth printing once: parts that are off, files and tensors that are ignored.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Identifies the model by configuration and headers, for files kept elsewhere about it.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+
+    /// [`Checkpoint::fingerprint`] as 16 hexadecimal digits.
+    pub fn fingerprint_hex(&self) -> String {
+        format!("{:016x}", self.fingerprint)
+    }
+}
+
+/// Turns off the parts that a config declares and published containers often lack. A part that is there by half stays
+/// on, so that the check names what is missing.
+fn disable_absent_parts(arch: &mut Arch, tensors: &TensorMap, notes: &mut Vec<String>) {
+    let mtp_layer = arch.layers.len();
+    let mtp_prefix = format!("model.layers.{mtp_layer}.");
+    if arch.mtp.is_some()
+        && !tensors
+            .iter()
+            .any(|(name, _)| name.starts_with(&mtp_prefix))
+    {
+        arch.mtp = None;
+        notes.push(format!(
+            "config.json declares an MTP layer but no shard holds {mtp_prefix}*: no speculation from it"
+        ));
+    }
+    let has_indexer = |layer: usize| {
+        required::indexer_names(layer)
+            .iter()
+            .any(|name| tensors.get(name).is_some())
+    };
+    let full: Vec<usize> = (0..arch.layers.len())
+        .filter(|&layer| arch.layers[layer].indexer == IndexerKind::Full)
+        .collect();
+    if !full.iter().any(|&layer| has_indexer(layer)) {
+        arch.layers
+            .iter_mut()
+            .chain(&mut arch.mtp)
+            .for_each(|layer| layer.indexer = IndexerKind::None);
+        let top_k = arch.indexer.take().map_or(0, |indexer| indexer.top_k);
+        notes.push(format!(
+            "no shard holds indexer weights: attention is dense, also beyond {top_k} positions"
+        ));
+    } else if let Some(mtp) = arch.mtp.as_mut().filter(|_| !has_indexer(mtp_layer)) {
+        mtp.indexer = IndexerKind::None;
+        notes.push("the MTP layer has no indexer weights: its attention is dense".to_owned());
+    }
+}
+
+/// One line about tensors that nothing will read, so that a redundant head or a stray layer does not go unseen.
+fn unused_note(arch: &Arch, tensors: &TensorMap, required: &[Required]) -> Option<String> {
+    let used: HashSet<&str> = required.iter().map(|tensor| tensor.name.as_str()).collect();
+    let is_expert = |name: &str| {
+        let mut parts = name.strip_prefix("model.layers.")?.split('.');
+        let layer: usize = parts.next()?.parse().ok()?;
+        let kind = arch.layers.iter().chain(&arch.mtp).nth(layer)?;
+        let tail = (parts.next()?, parts.next()?);
+        let expert: usize = parts.next()?.parse().ok()?;
+        let known = matches!(parts.next()?, "gate_proj" | "up_proj" | "down_proj")
+            && parts.next()? == "weight"
+            && parts.next().is_none();
+        let sparse = kind.mlp == arch::MlpKind::Sparse && expert < arch.moe.experts;
+        (tail == ("mlp", "experts") && known && sparse).then_some(())
+    };
+    let mut unused: Vec<&str> = tensors
+        .iter()
+        .map(|(name, _)| name)
+        .filter(|name| {
+            let weight = name
+                .strip_suffix(SCALES_SUFFIX)
+                .or_else(|| name.strip_suffix(FP8_SCALES_SUFFIX))
+                .unwrap_or(name);
+            !used.contains(weight) && is_expert(weight).is_none()
+        })
+        .collect();
+    unused.sort_unstable();
+    let first = unused.first()?;
+    Some(format!(
+        "{} tensor{} not used by this model, such as {first}: ignored",
+        unused.len(),
+        if unused.len() == 1 { " is" } else { "s are" }
+    ))
+}
+
+fn fingerprint(dir: &Path, tensors: &TensorMap) -> Result<u64> {
+    let mut hasher = xxhash_rust::xxh3::Xxh3::new();
+    hasher.update(&config::read_small(&dir.join("config.json"))?);
+    hasher.update(&tensors.header_hash().to_le_bytes());
+    Ok(hasher.digest())
+}

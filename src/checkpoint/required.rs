@@ -1,0 +1,215 @@
+//! The tensors a model needs besides its routed experts, as data.
+
+use super::arch::{Arch, IndexerKind, LayerArch, MlpKind};
+use super::error::Result;
+use super::tensors::TensorMap;
+
+/// Shape of a required tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shape {
+    /// So many values, never quantized.
+    Vector(usize),
+    /// A weight matrix, in any format.
+    Matrix {
+        /// Output features.
+        rows: usize,
+        /// Input features.
+        cols: usize,
+    },
+}
+
+/// What a tensor is for, which decides its precision in a container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Embeddings and output head.
+    Io,
+    /// Norms, biases and the router: kept in full precision.
+    Exact,
+    /// Attention, dense MLPs and shared experts of the decoder layers.
+    Dense,
+    /// The sparse-attention indexer.
+    Indexer,
+    /// The MTP layer's own matrices, shared experts included.
+    Mtp,
+}
+
+/// One required tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Required {
+    /// The vendor's name.
+    pub name: String,
+    /// Its shape.
+    pub shape: Shape,
+    /// What it is for.
+    pub role: Role,
+    /// The layer it belongs to; the MTP layer comes after the last decoder layer.
+    pub layer: Option<usize>,
+}
+
+impl Required {
+    /// Checks that the tensor exists with this shape and a format that can be read.
+    pub fn check(&self, tensors: &TensorMap) -> Result<()> {
+        match self.shape {
+            Shape::Vector(len) => tensors.vector(&self.name, len).map(|_| ()),
+            Shape::Matrix { rows, cols } => tensors.matrix(&self.name, rows, cols).map(|_| ()),
+        }
+    }
+}
+
+/// Names of the indexer's tensors in a layer.
+pub(crate) fn indexer_names(layer: usize) -> [String; 5] {
+    [
+        "wq_b.weight",
+        "wk.weight",
+        "k_norm.weight",
+        "k_norm.bias",
+        "weights_proj.weight",
+    ]
+    .map(|tail| format!("model.layers.{layer}.self_attn.indexer.{tail}"))
+}
+
+pub(crate) fn list(arch: &Arch) -> Vec<Required> {
+    let mut list = List {
+        tensors: Vec::new(),
+        prefix: "model.".to_owned(),
+        layer: None,
+    };
+    let table = (arch.vocab, arch.hidden);
+    list.matrix("embed_tokens.weight", table, Role::Io);
+    list.vector("norm.weight", arch.hidden);
+    if !arch.tied_head {
+        list.prefix.clear();
+        list.matrix("lm_head.weight", table, Role::Io);
+    }
+    for (layer, kind) in arch.layers.iter().enumerate() {
+        decoder_layer(&mut list, arch, layer, kind, Role::Dense);
+    }
+    if let Some(kind) = &arch.mtp {
+        let layer = arch.layers.len();
+        decoder_layer(&mut list, arch, layer, kind, Role::Mtp);
+        list.vector("enorm.weight", arch.hidden);
+        list.vector("hnorm.weight", arch.hidden);
+        list.matrix("eh_proj.weight", (arch.hidden, 2 * arch.hidden), Role::Mtp);
+        list.vector("shared_head.norm.weight", arch.hidden);
+    }
+    list.tensors
+}
+
+/// Embedding and head that a checkpoint may carry again in its MTP layer; without them the main model's are used.
+pub(crate) fn mtp_optional(arch: &Arch) -> Vec<Required> {
+    if arch.mtp.is_none() {
+        return Vec::new();
+    }
+    let layer = arch.layers.len();
+    let prefix = format!("model.layers.{layer}.");
+    let mut list = List {
+        tensors: Vec::new(),
+        prefix,
+        layer: Some(layer),
+    };
+    list.matrix("embed_tokens.weight", (arch.vocab, arch.hidden), Role::Io);
+    list.matrix(
+        "shared_head.head.weight",
+        (arch.vocab, arch.hidden),
+        Role::Io,
+    );
+    list.tensors
+}
+
+fn decoder_layer(list: &mut List, arch: &Arch, layer: usize, kind: &LayerArch, role: Role) {
+    let attention = &arch.attention;
+    let hidden = arch.hidden;
+    list.layer = Some(layer);
+    list.prefix = format!("model.layers.{layer}.");
+    list.vector("input_layernorm.weight", hidden);
+    list.vector("post_attention_layernorm.weight", hidden);
+
+    let query_rows = attention.heads * (attention.nope + attention.rope);
+    let key_value_rows = attention.heads * (attention.nope + attention.value);
+    list.matrix(
+        "self_attn.q_a_proj.weight",
+        (attention.q_rank, hidden),
+        role,
+    );
+    list.vector("self_attn.q_a_layernorm.weight", attention.q_rank);
+    list.matrix(
+        "self_attn.q_b_proj.weight",
+        (query_rows, attention.q_rank),
+        role,
+    );
+    let latent_rows = attention.kv_rank + attention.rope;
+    list.matrix(
+        "self_attn.kv_a_proj_with_mqa.weight",
+        (latent_rows, hidden),
+        role,
+    );
+    list.vector("self_attn.kv_a_layernorm.weight", attention.kv_rank);
+    list.matrix(
+        "self_attn.kv_b_proj.weight",
+        (key_value_rows, attention.kv_rank),
+        role,
+    );
+    list.matrix(
+        "self_attn.o_proj.weight",
+        (hidden, attention.heads * attention.value),
+        role,
+    );
+
+    if let (IndexerKind::Full, Some(indexer)) = (kind.indexer, &arch.indexer) {
+        let [wq_b, wk, norm_weight, norm_bias, weights_proj] = indexer_names(layer);
+        list.prefix.clear();
+        list.matrix(
+            &wq_b,
+            (indexer.heads * indexer.dim, attention.q_rank),
+            Role::Indexer,
+        );
+        list.matrix(&wk, (indexer.dim, hidden), Role::Indexer);
+        list.vector(&norm_weight, indexer.dim);
+        list.vector(&norm_bias, indexer.dim);
+        list.matrix(&weights_proj, (indexer.heads, hidden), Role::Indexer);
+        list.prefix = format!("model.layers.{layer}.");
+    }
+
+    match kind.mlp {
+        MlpKind::Dense { width } => list.gated_mlp("mlp", width, hidden, role),
+        MlpKind::Sparse => {
+            list.matrix("mlp.gate.weight", (arch.moe.experts, hidden), Role::Exact);
+            list.vector("mlp.gate.e_score_correction_bias", arch.moe.experts);
+            if arch.moe.shared_width > 0 {
+                list.gated_mlp("mlp.shared_experts", arch.moe.shared_width, hidden, role);
+            }
+        }
+    }
+}
+
+struct List {
+    tensors: Vec<Required>,
+    prefix: String,
+    layer: Option<usize>,
+}
+
+impl List {
+    fn vector(&mut self, tail: &str, len: usize) {
+        self.push(tail, Shape::Vector(len), Role::Exact);
+    }
+
+    fn matrix(&mut self, tail: &str, (rows, cols): (usize, usize), role: Role) {
+        self.push(tail, Shape::Matrix { rows, cols }, role);
+    }
+
+    fn gated_mlp(&mut self, path: &str, width: usize, hidden: usize, role: Role) {
+        self.matrix(&format!("{path}.gate_proj.weight"), (width, hidden), role);
+        self.matrix(&format!("{path}.up_proj.weight"), (width, hidden), role);
+        self.matrix(&format!("{path}.down_proj.weight"), (hidden, width), role);
+    }
+
+    fn push(&mut self, tail: &str, shape: Shape, role: Role) {
+        let name = format!("{}{tail}", self.prefix);
+        self.tensors.push(Required {
+            name,
+            shape,
+            role,
+            layer: self.layer,
+        });
+    }
+}

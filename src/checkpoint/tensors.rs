@@ -1,0 +1,267 @@
+//! Where every tensor of a model lies: the headers of its safetensors shards, checked before anything trusts them.
+
+use super::error::{CheckpointError, Result, io_error};
+use super::header::{self, Header};
+use super::index;
+use millstream_io::{FileId, FileSpan};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// Tensors of this prefix only fill space between others.
+pub const PAD_PREFIX: &str = "__pad__";
+
+/// Element type of a tensor, as safetensors names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
+pub enum Dtype {
+    F64,
+    F32,
+    F16,
+    Bf16,
+    F8E4M3,
+    F8E5M2,
+    F8E8M0,
+    I64,
+    I32,
+    I16,
+    I8,
+    U64,
+    U32,
+    U16,
+    U8,
+    Bool,
+}
+
+impl Dtype {
+    const NAMES: [(&'static str, Dtype); 16] = [
+        ("F64", Dtype::F64),
+        ("F32", Dtype::F32),
+        ("F16", Dtype::F16),
+        ("BF16", Dtype::Bf16),
+        ("F8_E4M3", Dtype::F8E4M3),
+        ("F8_E5M2", Dtype::F8E5M2),
+        ("F8_E8M0", Dtype::F8E8M0),
+        ("I64", Dtype::I64),
+        ("I32", Dtype::I32),
+        ("I16", Dtype::I16),
+        ("I8", Dtype::I8),
+        ("U64", Dtype::U64),
+        ("U32", Dtype::U32),
+        ("U16", Dtype::U16),
+        ("U8", Dtype::U8),
+        ("BOOL", Dtype::Bool),
+    ];
+
+    /// The type of this name, or `None` for one this engine has no use for.
+    pub fn from_name(name: &str) -> Option<Dtype> {
+        Self::NAMES
+            .iter()
+            .find(|(known, _)| *known == name)
+            .map(|&(_, dtype)| dtype)
+    }
+
+    /// The name in a safetensors header.
+    pub fn name(self) -> &'static str {
+        Self::NAMES
+            .iter()
+            .find(|&&(_, dtype)| dtype == self)
+            .map_or("?", |&(name, _)| name)
+    }
+
+    /// Bytes of one element.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Dtype::F64 | Dtype::I64 | Dtype::U64 => 8,
+            Dtype::F32 | Dtype::I32 | Dtype::U32 => 4,
+            Dtype::F16 | Dtype::Bf16 | Dtype::I16 | Dtype::U16 => 2,
+            _ => 1,
+        }
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One tensor: its type, shape and place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// The shard, as an index into [`TensorMap::paths`].
+    pub file: FileId,
+    /// First byte, from the start of the file.
+    pub offset: u64,
+    /// Length in bytes; equals the shape's product times the size of an element.
+    pub bytes: u64,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Dimensions, slowest first; empty for a scalar.
+    pub shape: Vec<u64>,
+}
+
+impl TensorInfo {
+    /// The bytes of the tensor.
+    pub fn span(&self) -> FileSpan {
+        FileSpan {
+            file: self.file,
+            offset: self.offset,
+            len: self.bytes,
+        }
+    }
+
+    /// Type and shape for a message: `BF16 [64, 32]`.
+    pub fn describe(&self) -> String {
+        format!("{} {:?}", self.dtype, self.shape)
+    }
+}
+
+/// Every tensor of a model directory, by name.
+#[derive(Debug)]
+pub struct TensorMap {
+    dir: PathBuf,
+    paths: Vec<PathBuf>,
+    tensors: HashMap<String, TensorInfo>,
+    stamps: HashMap<String, String>,
+    metadata: Vec<HashMap<String, String>>,
+    notes: Vec<String>,
+    hash: u64,
+}
+
+impl TensorMap {
+    /// Reads and checks the headers of every `*.safetensors` file of `dir`, and the index where there is one.
+    ///
+    /// No weight is read. Files are ordered by name; links, as download caches make them, are followed.
+    pub fn open(dir: &Path) -> Result<TensorMap> {
+        let paths = shard_paths(dir)?;
+        if paths.is_empty() {
+            return Err(CheckpointError::NoShards {
+                dir: dir.to_owned(),
+            });
+        }
+        let mut notes = Vec::new();
+        let index = index::read(dir, &paths, &mut notes)?;
+        let mut map = TensorMap {
+            dir: dir.to_owned(),
+            tensors: HashMap::new(),
+            stamps: HashMap::new(),
+            metadata: Vec::with_capacity(paths.len()),
+            notes,
+            hash: 0,
+            paths,
+        };
+        let mut hasher = xxhash_rust::xxh3::Xxh3::new();
+        for file in 0..map.paths.len() {
+            let header = header::read(&map.paths[file], FileId(file as u32))?;
+            hasher.update(&header.hash.to_le_bytes());
+            map.add(file, header)?;
+        }
+        map.hash = hasher.digest();
+        if let Some(index) = index {
+            index
+                .check(&map)?
+                .into_iter()
+                .for_each(|note| map.notes.push(note));
+        }
+        Ok(map)
+    }
+
+    /// The tensor of this name.
+    pub fn get(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// Names and tensors, in no particular order, without padding.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
+        self.tensors
+            .iter()
+            .map(|(name, tensor)| (name.as_str(), tensor))
+    }
+
+    /// How many tensors there are, without padding.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Whether no shard holds any tensor.
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// The model directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The shards, sorted by name; a [`FileId`] is an index into them.
+    pub fn paths(&self) -> &[PathBuf] {
+        &self.paths
+    }
+
+    /// The shard of a file id of this map.
+    pub fn path(&self, file: FileId) -> &Path {
+        &self.paths[file.0 as usize]
+    }
+
+    /// `__metadata__` of a shard.
+    pub fn metadata(&self, file: FileId) -> &HashMap<String, String> {
+        &self.metadata[file.0 as usize]
+    }
+
+    /// The format a container's metadata names for a tensor.
+    pub fn stamp(&self, name: &str) -> Option<&str> {
+        self.stamps.get(name).map(String::as_str)
+    }
+
+    /// Lines worth printing once: what was ignored and why.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Hash over the headers and lengths of all shards.
+    pub fn header_hash(&self) -> u64 {
+        self.hash
+    }
+
+    fn add(&mut self, file: usize, header: Header) -> Result<()> {
+        self.tensors.reserve(header.tensors.len());
+        for (name, tensor) in header.tensors {
+            if name.starts_with(PAD_PREFIX) {
+                continue;
+            }
+            match self.tensors.entry(name) {
+                Entry::Vacant(slot) => {
+                    slot.insert(tensor);
+                }
+                Entry::Occupied(slot) => {
+                    return Err(CheckpointError::Duplicate {
+                        tensor: slot.key().clone(),
+                        first: self.paths[slot.get().file.0 as usize].clone(),
+                        second: self.paths[file].clone(),
+                    });
+                }
+            }
+        }
+        self.stamps.extend(header.stamps);
+        self.metadata.push(header.metadata);
+        Ok(())
+    }
+}
+
+/// The shards of a directory, sorted by name. Names that begin with a dot are unfinished or private to a tool.
+pub(crate) fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut paths = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(io_error("list", dir))? {
+        let path = entry.map_err(io_error("list", dir))?.path();
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+            continue;
+        };
+        if name.ends_with(".safetensors") && !name.starts_with('.') {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}

@@ -1,0 +1,132 @@
+//! Quantizers of weights: symmetric, per row or per group, rounding half to even.
+
+use super::format::Format;
+
+/// Why a row could not be encoded.
+#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
+pub enum EncodeError {
+    /// A weight is NaN or infinite.
+    #[error("column {index} is {value}, which no quantized format can hold")]
+    NotFinite {
+        /// Column of the weight.
+        index: usize,
+        /// Its value.
+        value: f32,
+    },
+    /// The format is not one of the integer formats.
+    #[error("{format} has no encoder")]
+    NoEncoder {
+        /// The format asked for.
+        format: Format,
+    },
+}
+
+/// Encodes one row of `cols` weights. `data` is `[format.row_bytes(cols)]`; `scales` has one element, or one per group.
+///
+/// Per scale, `scale = max(max|w| / qmax, 1e-8)` with qmax 127, 7 or 1 for 8, 4 or 2 bits, and
+/// `q = clamp(round_half_even(w / scale), -qmax - 1, qmax)`. Fields of the last byte past the row hold 0. Nothing is
+/// written when the row is refused. Panics when the lengths disagree.
+pub fn encode(
+    format: Format,
+    cols: usize,
+    row: &[f32],
+    data: &mut [u8],
+    scales: &mut [f32],
+) -> Result<(), EncodeError> {
+    let (bits, group) = match format {
+        Format::Int8Row => (8, cols),
+        Format::Int4Row => (4, cols),
+        Format::Int4Group { group } => (4, usize::from(group)),
+        Format::Int2Row => (2, cols),
+        Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block => return Err(EncodeError::NoEncoder { format }),
+    };
+    assert_eq!(row.len(), cols, "weights of a row");
+    assert_eq!(data.len(), format.row_bytes(cols), "bytes of an encoded row");
+    assert_eq!(scales.len(), format.scale_count(1, cols), "scales of an encoded row");
+    if let Some(index) = row.iter().position(|w| !w.is_finite()) {
+        return Err(EncodeError::NotFinite { index, value: row[index] });
+    }
+    let limit = ((1 << (bits - 1)) - 1) as f32;
+    if cols == 0 {
+        scales.fill(1e-8);
+        return Ok(());
+    }
+    for (scale, row) in scales.iter_mut().zip(row.chunks(group)) {
+        *scale = (row.iter().fold(0.0f32, |max, w| max.max(w.abs())) / limit).max(1e-8);
+    }
+    // Signed bytes are stored as they are, narrower fields with an offset that makes them unsigned.
+    let offset = if bits == 8 { 0.0 } else { limit + 1.0 };
+    let field = |c: usize| match row.get(c) {
+        Some(w) => ((w / scales[c / group]).round_ties_even().clamp(-limit - 1.0, limit) + offset) as i32 as u8,
+        None => offset as u8,
+    };
+    let per_byte = 8 / bits;
+    for (i, byte) in data.iter_mut().enumerate() {
+        *byte = (0..per_byte).fold(0, |byte, k| byte | field(i * per_byte + k) << (bits * k));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn int8_keeps_the_largest_weight_at_127() {
+        let mut data = [0; 4];
+        let mut scales = [0.0];
+        encode(Format::Int8Row, 4, &[-2.54, 1.27, 0.01, 0.0], &mut data, &mut scales).unwrap();
+        assert_eq!(scales, [2.54 / 127.0]);
+        assert_eq!(data.map(|b| b as i8), [-127, 64, 0, 0]);
+    }
+
+    #[test]
+    fn halves_round_to_the_even_level() {
+        // absmax 7 makes the scale 1: 0.5 -> 0, 1.5 -> 2, -2.5 -> -2, 7 -> 7; nibbles carry an offset of 8.
+        let mut data = [0; 3];
+        let mut scales = [0.0];
+        encode(Format::Int4Row, 5, &[0.5, 1.5, -2.5, 7.0, -7.0], &mut data, &mut scales).unwrap();
+        assert_eq!(scales, [1.0]);
+        assert_eq!(data, [8 | 10 << 4, 6 | 15 << 4, 1 | 8 << 4]);
+    }
+
+    #[test]
+    fn int2_has_levels_minus_one_to_one_at_this_scale() {
+        let mut data = [0; 2];
+        let mut scales = [0.0];
+        encode(Format::Int2Row, 5, &[1.0, -1.0, 0.5, 0.75, -0.75], &mut data, &mut scales).unwrap();
+        assert_eq!(scales, [1.0]);
+        assert_eq!(data, [3 | 1 << 2 | 2 << 4 | 3 << 6, 1 | 2 << 2 | 2 << 4 | 2 << 6]);
+    }
+
+    #[test]
+    fn groups_have_their_own_scales_and_the_last_may_be_short() {
+        let mut row = [0.0f32; 18];
+        row[3] = 7.0;
+        row[17] = 14.0;
+        let mut data = [0; 9];
+        let mut scales = [0.0; 2];
+        encode(Format::Int4Group { group: 16 }, 18, &row, &mut data, &mut scales).unwrap();
+        assert_eq!(scales, [1.0, 2.0]);
+        assert_eq!(data, [0x88, 0xf8, 0x88, 0x88, 0x88, 0x88, 0x88, 0x88, 0xf8]);
+    }
+
+    #[test]
+    fn zeros_get_the_smallest_scale() {
+        let mut data = [0; 1];
+        let mut scales = [0.0];
+        encode(Format::Int8Row, 1, &[0.0], &mut data, &mut scales).unwrap();
+        assert_eq!((data, scales), ([0], [1e-8]));
+    }
+
+    #[test]
+    fn a_weight_that_is_not_finite_is_named_and_nothing_written() {
+        let mut data = [77; 2];
+        let mut scales = [5.0];
+        let refused = encode(Format::Int4Row, 3, &[0.0, f32::INFINITY, 1.0], &mut data, &mut scales);
+        assert_eq!(refused, Err(EncodeError::NotFinite { index: 1, value: f32::INFINITY }));
+        assert_eq!((data, scales), ([77, 77], [5.0]));
+        let none = encode(Format::Bf16, 1, &[0.0], &mut data, &mut scales);
+        assert_eq!(none, Err(EncodeError::NoEncoder { format: Format::Bf16 }));
+    }
+}

@@ -1,0 +1,183 @@
+//! Float loops written once and compiled for each instruction set: every table calls them from functions that carry its
+//! target features. They use only operations that round the same everywhere, in a fixed order.
+
+use super::quantized::{BLOCK, QuantRowMut};
+
+/// Lanes of every float reduction.
+pub(super) const LANES: usize = 32;
+
+/// The fixed tree: 16+16, 8+8, 4+4, 2+2, 1+1.
+#[inline(always)]
+pub(super) fn reduce(mut lanes: [f32; LANES]) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for j in 0..width {
+            lanes[j] += lanes[j + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// Adds a last, partial chunk (fewer than `LANES` elements) to the lanes.
+#[inline(always)]
+pub(super) fn add_tail(lanes: &mut [f32; LANES], a: &[f32], b: &[f32]) {
+    for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
+        *lane = a.mul_add(*b, *lane);
+    }
+}
+
+#[inline(always)]
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let (a_chunks, a_tail) = a.as_chunks::<LANES>();
+    let (b_chunks, b_tail) = b.as_chunks::<LANES>();
+    for (a, b) in a_chunks.iter().zip(b_chunks) {
+        for j in 0..LANES {
+            lanes[j] = a[j].mul_add(b[j], lanes[j]);
+        }
+    }
+    add_tail(&mut lanes, a_tail, b_tail);
+    reduce(lanes)
+}
+
+#[inline(always)]
+pub(super) fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y = a.mul_add(*x, *y);
+    }
+}
+
+/// `e^x` within 1 ulp; 0 below -104, infinity above 88.73, NaN for NaN.
+///
+/// `x = n ln 2 + r` with `|r| <= ln 2 / 2`; the polynomial approximates `(e^r - 1 - r) / r^2` at Chebyshev nodes. `2^n` is
+/// applied in two factors, so that results below the normal range are rounded once.
+#[inline(always)]
+pub(super) fn exp(x: f32) -> f32 {
+    const LOG2_E: f32 = std::f32::consts::LOG2_E;
+    const LN2_HIGH: f32 = 0.693_145_75;
+    const LN2_LOW: f32 = 1.428_606_8e-6;
+    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it leaves the integer in the low mantissa bits
+    let x = if x < -104.0 { -104.0 } else { x };
+    let x = if x > 89.0 { 89.0 } else { x };
+    let shifted = x.mul_add(LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN2_HIGH, x);
+    let r = n.mul_add(-LN2_LOW, r);
+    let q = 0.001_392_632_6_f32;
+    let q = q.mul_add(r, 0.008_363_293);
+    let q = q.mul_add(r, 0.041_666_552);
+    let q = q.mul_add(r, 0.166_665_76);
+    let q = q.mul_add(r, 0.5);
+    let p = (r * r).mul_add(q, r) + 1.0;
+    let exponent = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
+    let half = exponent >> 1;
+    p * power_of_two(half) * power_of_two(exponent.wrapping_sub(half))
+}
+
+#[inline(always)]
+fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits((exponent.wrapping_add(127) as u32) << 23)
+}
+
+#[inline(always)]
+pub(super) fn silu_mul(gate: &[f32], up: &mut [f32]) {
+    for (up, gate) in up.iter_mut().zip(gate) {
+        *up *= *gate / (1.0 + exp(-*gate));
+    }
+}
+
+#[inline(always)]
+pub(super) fn softmax(x: &mut [f32]) {
+    let mut maxima = [f32::NEG_INFINITY; LANES];
+    let (chunks, tail) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        for j in 0..LANES {
+            maxima[j] = if chunk[j] > maxima[j] { chunk[j] } else { maxima[j] };
+        }
+    }
+    let mut max = f32::NEG_INFINITY;
+    for v in maxima.iter().chain(tail) {
+        max = if *v > max { *v } else { max };
+    }
+    let mut sums = [0.0f32; LANES];
+    let (chunks, tail) = x.as_chunks_mut::<LANES>();
+    for chunk in chunks {
+        for j in 0..LANES {
+            chunk[j] = exp(chunk[j] - max);
+            sums[j] += chunk[j];
+        }
+    }
+    for (v, sum) in tail.iter_mut().zip(&mut sums) {
+        *v = exp(*v - max);
+        *sum += *v;
+    }
+    let sum = reduce(sums);
+    for v in x {
+        *v /= sum;
+    }
+}
+
+/// Quantizes one row; see [`super::Quantized`] for the rule and the layouts.
+#[inline(always)]
+pub(super) fn quantize_row(x: &[f32], row: QuantRowMut) {
+    let QuantRowMut { scale, sum, natural, halves, quarters, sums8 } = row;
+    let mut maxima = [0.0f32; LANES];
+    let (chunks, tail) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        for j in 0..LANES {
+            maxima[j] = absolute_max(maxima[j], chunk[j]);
+        }
+    }
+    for (max, v) in maxima.iter_mut().zip(tail) {
+        *max = absolute_max(*max, *v);
+    }
+    let max = maxima.into_iter().fold(0.0, absolute_max);
+    let step = (max / 127.0).max(1e-12);
+    *scale = if max.is_finite() { step } else { f32::NAN };
+    for (q, v) in natural.iter_mut().zip(x) {
+        let level = (*v / step).round_ties_even();
+        let level = if level > 127.0 { 127.0 } else { level };
+        let level = if level < -127.0 { -127.0 } else { level };
+        *q = level as i8;
+    }
+    natural[x.len()..].fill(0);
+    *sum = natural.iter().map(|q| i32::from(*q)).sum();
+    let (natural, _) = natural.as_chunks::<BLOCK>();
+    let (halves, _) = halves.as_chunks_mut::<BLOCK>();
+    let (quarters, _) = quarters.as_chunks_mut::<BLOCK>();
+    let (sums8, _) = sums8.as_chunks_mut::<{ BLOCK / 8 }>();
+    for (((natural, halves), quarters), sums8) in natural.iter().zip(halves).zip(quarters).zip(sums8) {
+        for i in 0..64 {
+            halves[i] = natural[2 * i];
+            halves[64 + i] = natural[2 * i + 1];
+            halves[128 + i] = natural[128 + 2 * i];
+            halves[192 + i] = natural[128 + 2 * i + 1];
+        }
+        for i in 0..64 {
+            for k in 0..4 {
+                quarters[64 * k + i] = natural[4 * i + k];
+            }
+        }
+        for i in 0..BLOCK / 8 {
+            let mut total = 0i32;
+            for k in 0..8 {
+                total += i32::from(natural[8 * i + k]);
+            }
+            sums8[i] = -8 * total;
+        }
+    }
+}
+
+/// The larger of `max` and `|v|`; infinity once `v` is NaN, so that a NaN cannot hide.
+#[inline(always)]
+fn absolute_max(max: f32, v: f32) -> f32 {
+    let v = v.abs();
+    if v <= max {
+        max
+    } else if v < f32::INFINITY {
+        v
+    } else {
+        f32::INFINITY
+    }
+}

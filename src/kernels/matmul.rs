@@ -1,0 +1,113 @@
+//! Matrix times activations, divided among a team by output rows.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+
+use super::format::WeightRef;
+use super::quantized::Quantized;
+use super::team::Team;
+use super::{Kernels, MAX_BATCH};
+
+/// Most weight rows of one task; also the height of the tile on its stack.
+const MAX_TASK_ROWS: usize = 64;
+
+/// A task reads about this many weight bytes: far more than claiming it costs, and little enough to stay in a core's
+/// second-level cache while the rows of a batch pass over it.
+const TASK_BYTES: usize = 128 << 10;
+
+/// Tasks hold a multiple of this many rows, so that kernels that take several rows at once run full.
+const ROW_STEP: usize = 4;
+
+/// What a matrix is multiplied with.
+#[derive(Clone, Copy, Debug)]
+pub struct Input<'a> {
+    /// Rows of the batch.
+    pub rows: usize,
+    /// Columns of each row: the matrix's.
+    pub cols: usize,
+    /// `[rows, cols]`. Read by the exact path only.
+    pub values: &'a [f32],
+    /// The same rows as int8; with integer formats it selects the integer path.
+    pub quantized: Option<&'a Quantized>,
+}
+
+/// `out[i][r] = W[r] . x[i]`; `out` is `[input.rows, w.rows()]`.
+///
+/// Takes the integer path when the format is an integer one and `input.quantized` is there, else the exact path. The bits
+/// of an output depend on its weight row and its activation row only: not on the team, nor on the rest of the batch.
+/// Panics when the shapes disagree.
+pub fn matmul(k: &Kernels, team: &Team, w: &WeightRef, input: &Input, out: &mut [f32]) {
+    assert_eq!(input.cols, w.cols(), "columns of activations and weights");
+    assert_eq!(out.len(), input.rows * w.rows(), "outputs of a matmul");
+    let quantized = input.quantized.filter(|_| w.format().is_integer());
+    match quantized {
+        Some(q) => assert_eq!((q.rows(), q.cols()), (input.rows, input.cols), "shape of quantized activations"),
+        None => assert_eq!(input.values.len(), input.rows * input.cols, "activations of a matmul"),
+    }
+    if out.is_empty() {
+        return;
+    }
+    let step = task_rows(w, team.threads());
+    let target = Outputs { first: out.as_mut_ptr(), stride: w.rows(), len: out.len() };
+    team.run(w.rows().div_ceil(step), &|task| {
+        let rows = task * step..w.rows().min((task + 1) * step);
+        run_task(k, w, input, quantized, rows, &target);
+    });
+}
+
+fn run_task(
+    k: &Kernels,
+    w: &WeightRef,
+    input: &Input,
+    quantized: Option<&Quantized>,
+    rows: Range<usize>,
+    out: &Outputs,
+) {
+    let mut tile = [0.0f32; MAX_TASK_ROWS * MAX_BATCH];
+    for first in (0..input.rows).step_by(MAX_BATCH) {
+        let batch = MAX_BATCH.min(input.rows - first);
+        let tile = &mut tile[..batch * rows.len()];
+        match quantized {
+            Some(q) => {
+                let x: [_; MAX_BATCH] = std::array::from_fn(|i| q.row(first + i.min(batch - 1)));
+                k.integer_tile(w, rows.clone(), &x[..batch], tile);
+            }
+            None => {
+                let x = &input.values[first * input.cols..][..batch * input.cols];
+                k.exact_tile(w, rows.clone(), x, batch, tile);
+            }
+        }
+        for (i, values) in tile.chunks(rows.len()).enumerate() {
+            out.write(first + i, rows.start, values);
+        }
+    }
+}
+
+/// Rows of a task: by bytes, but no fewer tasks than would keep the team busy.
+fn task_rows(w: &WeightRef, threads: usize) -> usize {
+    let by_bytes = TASK_BYTES / w.format().row_bytes(w.cols()).max(1);
+    let by_threads = w.rows().div_ceil(4 * threads);
+    by_bytes.min(by_threads).next_multiple_of(ROW_STEP).clamp(ROW_STEP, MAX_TASK_ROWS)
+}
+
+/// The output matrix as tasks see it: each writes columns no other task writes.
+struct Outputs {
+    first: *mut f32,
+    stride: usize,
+    len: usize,
+}
+
+// SAFETY: the pointer stands for an exclusive borrow that `matmul` holds for as long as any task runs, and tasks write
+// disjoint column ranges.
+unsafe impl Sync for Outputs {}
+
+impl Outputs {
+    fn write(&self, row: usize, col: usize, values: &[f32]) {
+        let at = row * self.stride + col;
+        assert!(col + values.len() <= self.stride && at + values.len() <= self.len, "a tile outside the output");
+        let target = self.first.wrapping_add(at);
+        // SAFETY: the range was checked to lie inside the borrowed output, and only the task that owns these columns
+        // writes them, once per batch row; `values` is that task's own tile.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), target, values.len()) }
+    }
+}

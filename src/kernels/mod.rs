@@ -1,0 +1,205 @@
+//! Arithmetic on weights as they are stored.
+//!
+//! [`Kernels`] is a table of functions for one instruction set; [`scalar`] is the definition and every other table must
+//! give the same bits for every input. That holds for floats too, because the order of additions is part of the
+//! definition: a dot product keeps 32 lanes, lane `j` takes the elements `i = j mod 32` in order with fused
+//! multiply-adds (elements past the end contribute nothing), and the lanes are added as the tree 16+16, 8+8, 4+4, 2+2,
+//! 1+1.
+//!
+//! A matrix multiplies in one of two ways. The *exact path* turns each weight into the f32 nearest to
+//! `stored value * scale` and takes the dot product above. The *integer path* multiplies the stored integers by int8
+//! activations into exact i32 sums, and then, per row, `sum as f32 * weight scale * activation scale`; with scales per
+//! group, `acc = acc + (group sum as f32 * group scale)` unfused and in column order, times the activation scale at the
+//! end. Every output is computed by one thread, and rows of a batch do not see each other.
+//!
+//! Not-a-number results are NaN on every table, but their sign and payload are unspecified.
+
+mod chunks;
+mod encode;
+mod format;
+mod lanes;
+mod matmul;
+mod quantized;
+mod scalar;
+mod team;
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+pub use encode::{EncodeError, encode};
+pub use format::{FP8_BLOCK, Format, MatrixSpec, WeightRef};
+pub use matmul::{Input, matmul};
+pub use quantized::{MAX_COLS, Quantized};
+pub use team::Team;
+
+use quantized::{QuantRow, QuantRowMut};
+
+/// Rows of a batch that one kernel call takes at most.
+pub(crate) const MAX_BATCH: usize = 8;
+
+/// An instruction set that has a table of kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Isa {
+    /// Portable Rust; the definition of every kernel.
+    Scalar,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, VL and VNNI.
+    Avx512,
+}
+
+impl Isa {
+    /// Every instruction set, slowest first, whether or not this CPU has it.
+    pub const ALL: [Isa; 3] = [Isa::Scalar, Isa::Avx2, Isa::Avx512];
+
+    /// The name `FromStr` accepts.
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Scalar => "scalar",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Isa {
+    type Err = UnknownIsa;
+
+    fn from_str(text: &str) -> Result<Isa, UnknownIsa> {
+        Isa::ALL.into_iter().find(|isa| isa.name() == text).ok_or_else(|| UnknownIsa { given: text.to_owned() })
+    }
+}
+
+/// A name that is no instruction set.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown instruction set `{given}`; known are scalar, avx2, avx512")]
+pub struct UnknownIsa {
+    /// What was given.
+    pub given: String,
+}
+
+/// The kernels of one instruction set. A reference to one proves that this CPU can run it: the only ways to get one are
+/// [`Kernels::best`], [`Kernels::for_isa`] and [`Kernels::all_available`], which look at the CPU.
+pub struct Kernels {
+    /// Which instruction set.
+    pub isa: Isa,
+    dot: unsafe fn(&[f32], &[f32]) -> f32,
+    axpy: unsafe fn(f32, &[f32], &mut [f32]),
+    decode_row: unsafe fn(&WeightRef, usize, &mut [f32]),
+    add_scaled_rows: unsafe fn(&WeightRef, Range<usize>, &[f32], &mut [f32]),
+    silu_mul: unsafe fn(&[f32], &mut [f32]),
+    softmax: unsafe fn(&mut [f32]),
+    quantize_row: unsafe fn(&[f32], QuantRowMut),
+    /// `tile[i * rows.len() + r]` for `batch` rows of `x` (each `w.cols()` long): the exact path.
+    exact: unsafe fn(&WeightRef, Range<usize>, &[f32], &mut [f32]),
+    /// As `exact`, from quantized rows: the integer path. The format is an integer one.
+    integer: unsafe fn(&WeightRef, Range<usize>, &[QuantRow], &mut [f32]),
+}
+
+impl fmt::Debug for Kernels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Kernels({})", self.isa)
+    }
+}
+
+#[allow(unsafe_code)]
+impl Kernels {
+    /// The fastest table this CPU can run.
+    pub fn best() -> &'static Kernels {
+        Isa::ALL.into_iter().rev().find_map(Kernels::for_isa).unwrap_or(&scalar::TABLE)
+    }
+
+    /// The table of `isa`, or `None` when this CPU cannot run it.
+    pub fn for_isa(isa: Isa) -> Option<&'static Kernels> {
+        match isa {
+            Isa::Scalar => Some(&scalar::TABLE),
+            _ => None,
+        }
+    }
+
+    /// Every table this CPU can run, slowest first.
+    pub fn all_available() -> Vec<&'static Kernels> {
+        Isa::ALL.into_iter().filter_map(Kernels::for_isa).collect()
+    }
+
+    /// Dot product of two vectors of the same length, in the lane order of the module's documentation.
+    pub fn dot(&self, a: &[f32], b: &[f32]) -> f32 {
+        assert_eq!(a.len(), b.len(), "lengths of a dot product");
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.dot)(a, b) }
+    }
+
+    /// `y[i] = a * x[i] + y[i]`, fused.
+    pub fn axpy(&self, a: f32, x: &[f32], y: &mut [f32]) {
+        assert_eq!(x.len(), y.len(), "lengths of axpy");
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.axpy)(a, x, y) }
+    }
+
+    /// Row `row` as f32, each value the nearest f32 to `stored value * scale`. `out` is `[w.cols()]`.
+    pub fn decode_row(&self, w: &WeightRef, row: usize, out: &mut [f32]) {
+        assert!(row < w.rows(), "row {row} of {}", w.rows());
+        assert_eq!(out.len(), w.cols(), "columns of a decoded row");
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.decode_row)(w, row, out) }
+    }
+
+    /// `out[c] = coef[i] * W[rows.start + i, c] + out[c]`, fused, for `i` in order. `out` is `[w.cols()]`.
+    pub fn add_scaled_rows(&self, w: &WeightRef, rows: Range<usize>, coef: &[f32], out: &mut [f32]) {
+        assert!(rows.start <= rows.end && rows.end <= w.rows(), "rows {rows:?} of {}", w.rows());
+        assert_eq!(coef.len(), rows.len(), "one coefficient a row");
+        assert_eq!(out.len(), w.cols(), "columns of the sum");
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.add_scaled_rows)(w, rows, coef, out) }
+    }
+
+    /// `up[i] = gate[i] / (1 + exp(-gate[i])) * up[i]`. A gate of minus infinity gives NaN.
+    pub fn silu_mul(&self, gate: &[f32], up: &mut [f32]) {
+        assert_eq!(gate.len(), up.len(), "lengths of gate and up");
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.silu_mul)(gate, up) }
+    }
+
+    /// Softmax in place: `exp(x - max) / sum`, the sum in 32 lanes as in a dot product. Minus infinity becomes exactly 0,
+    /// unless every element is minus infinity: then, as with any NaN in `x`, all become NaN. Empty stays empty.
+    pub fn softmax(&self, x: &mut [f32]) {
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.softmax)(x) }
+    }
+
+    fn quantize_row(&self, x: &[f32], row: QuantRowMut) {
+        assert_eq!(row.natural.len(), quantized::padded(x.len()), "columns of a quantized row");
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.quantize_row)(x, row) }
+    }
+
+    fn exact_tile(&self, w: &WeightRef, rows: Range<usize>, x: &[f32], batch: usize, tile: &mut [f32]) {
+        check_tile(w, &rows, batch, tile);
+        assert_eq!(x.len(), batch * w.cols(), "activations of a tile");
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.exact)(w, rows, x, tile) }
+    }
+
+    fn integer_tile(&self, w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut [f32]) {
+        check_tile(w, &rows, x.len(), tile);
+        assert!(w.format().is_integer(), "{} has no integer path", w.format());
+        for row in x {
+            row.check(w.cols());
+        }
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.integer)(w, rows, x, tile) }
+    }
+}
+
+fn check_tile(w: &WeightRef, rows: &Range<usize>, batch: usize, tile: &[f32]) {
+    assert!(rows.start <= rows.end && rows.end <= w.rows(), "rows {rows:?} of {}", w.rows());
+    assert!((1..=MAX_BATCH).contains(&batch), "a tile of {batch} activation rows");
+    assert_eq!(tile.len(), batch * rows.len(), "elements of a tile");
+}

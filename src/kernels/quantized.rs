@@ -1,0 +1,137 @@
+//! Activations as int8, in the orders the integer kernels read them.
+
+use super::Kernels;
+
+/// Most columns of an integer matmul: `131,072 * 128 * 127` is the largest sum that can arise and fits an i32.
+pub const MAX_COLS: usize = 131_072;
+
+const _: () = assert!(MAX_COLS as i64 * 128 * 127 <= i32::MAX as i64);
+
+/// Columns are padded with zeros to a multiple of this, the columns of a 64-byte load of int2 weights.
+pub(super) const BLOCK: usize = 256;
+
+/// Bytes of one row in each order.
+pub(super) fn padded(cols: usize) -> usize {
+    cols.next_multiple_of(BLOCK)
+}
+
+/// Rows of int8 activations.
+///
+/// Per row, `scale = max(absmax / 127, 1e-12)` and `q = clamp(round_half_even(x / scale), -127, 127)`. A row with a NaN or
+/// an infinity gets the scale NaN, so that every output computed from it is NaN and the fault is not hidden.
+///
+/// Beside the natural order a row is kept de-interleaved, so that kernels only mask and shift weights: per 128 columns the
+/// even ones and then the odd ones (int4), per 256 columns those that are 0, 1, 2 and 3 modulo 4 (int2).
+#[derive(Debug, Default)]
+pub struct Quantized {
+    rows: usize,
+    cols: usize,
+    scales: Vec<f32>,
+    sums: Vec<i32>,
+    natural: Vec<i8>,
+    halves: Vec<i8>,
+    quarters: Vec<i8>,
+    sums8: Vec<i32>,
+}
+
+/// One row, borrowed by kernels.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct QuantRow<'a> {
+    pub scale: f32,
+    /// Sum of all columns.
+    pub sum: i32,
+    pub natural: &'a [i8],
+    pub halves: &'a [i8],
+    pub quarters: &'a [i8],
+    /// Per run of 8 columns, minus 8 times their sum: what int4 nibbles, stored with an offset of 8, add too much.
+    pub sums8: &'a [i32],
+}
+
+impl QuantRow<'_> {
+    /// Panics unless this is a row of `cols` columns.
+    pub fn check(&self, cols: usize) {
+        let stride = padded(cols);
+        assert_eq!(self.natural.len(), stride, "columns of a quantized row");
+        assert_eq!(self.halves.len(), stride, "columns of a quantized row");
+        assert_eq!(self.quarters.len(), stride, "columns of a quantized row");
+        assert_eq!(self.sums8.len(), stride / 8, "columns of a quantized row");
+    }
+}
+
+/// One row, to be filled.
+pub(super) struct QuantRowMut<'a> {
+    pub scale: &'a mut f32,
+    pub sum: &'a mut i32,
+    pub natural: &'a mut [i8],
+    pub halves: &'a mut [i8],
+    pub quarters: &'a mut [i8],
+    pub sums8: &'a mut [i32],
+}
+
+impl Quantized {
+    /// Room for `rows` rows of `cols` columns, or any other shape that needs no more: filling it allocates nothing.
+    pub fn with_capacity(rows: usize, cols: usize) -> Quantized {
+        let mut quantized = Quantized::default();
+        quantized.reserve(rows, cols);
+        quantized
+    }
+
+    /// Rows filled.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Columns of each row.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Replaces the contents by `x`, `[rows, cols]`. Allocates only when the shape exceeds every earlier one. Panics when
+    /// `cols` exceeds [`MAX_COLS`].
+    pub fn quantize(&mut self, k: &Kernels, x: &[f32], rows: usize, cols: usize) {
+        assert_eq!(x.len(), rows * cols, "activations to quantize");
+        assert!(cols <= MAX_COLS, "{cols} columns could overflow an i32 sum");
+        self.reserve(rows, cols);
+        self.rows = rows;
+        self.cols = cols;
+        let stride = padded(cols);
+        for i in 0..rows {
+            let row = QuantRowMut {
+                scale: &mut self.scales[i],
+                sum: &mut self.sums[i],
+                natural: &mut self.natural[i * stride..][..stride],
+                halves: &mut self.halves[i * stride..][..stride],
+                quarters: &mut self.quarters[i * stride..][..stride],
+                sums8: &mut self.sums8[i * stride / 8..][..stride / 8],
+            };
+            k.quantize_row(&x[i * cols..][..cols], row);
+        }
+    }
+
+    pub(super) fn row(&self, row: usize) -> QuantRow<'_> {
+        assert!(row < self.rows, "row {row} of {}", self.rows);
+        let stride = padded(self.cols);
+        QuantRow {
+            scale: self.scales[row],
+            sum: self.sums[row],
+            natural: &self.natural[row * stride..][..stride],
+            halves: &self.halves[row * stride..][..stride],
+            quarters: &self.quarters[row * stride..][..stride],
+            sums8: &self.sums8[row * stride / 8..][..stride / 8],
+        }
+    }
+
+    fn reserve(&mut self, rows: usize, cols: usize) {
+        if self.scales.len() < rows {
+            self.scales.resize(rows, 0.0);
+            self.sums.resize(rows, 0);
+        }
+        let bytes = rows * padded(cols);
+        if self.natural.len() < bytes {
+            self.natural.resize(bytes, 0);
+            self.halves.resize(bytes, 0);
+            self.quarters.resize(bytes, 0);
+            self.sums8.resize(bytes / 8, 0);
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! The definition of every kernel, in portable Rust. Slow is fine; clear and exact is the point.
+
+use std::ops::Range;
+
+use super::format::{FP8_BLOCK, Format, WeightRef};
+use super::lanes::{self, LANES};
+use super::quantized::{QuantRow, QuantRowMut};
+use super::{Isa, Kernels, MAX_BATCH};
+
+pub(super) static TABLE: Kernels = Kernels {
+    isa: Isa::Scalar,
+    dot,
+    axpy,
+    decode_row,
+    add_scaled_rows,
+    silu_mul,
+    softmax,
+    quantize_row,
+    exact,
+    integer,
+};
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    lanes::dot(a, b)
+}
+
+fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
+    lanes::axpy(a, x, y);
+}
+
+fn silu_mul(gate: &[f32], up: &mut [f32]) {
+    lanes::silu_mul(gate, up);
+}
+
+fn softmax(x: &mut [f32]) {
+    lanes::softmax(x);
+}
+
+fn quantize_row(x: &[f32], row: QuantRowMut) {
+    lanes::quantize_row(x, row);
+}
+
+fn decode_row(w: &WeightRef, row: usize, out: &mut [f32]) {
+    decode_cols(w, row, 0, out);
+}
+
+pub(super) fn add_scaled_rows(w: &WeightRef, rows: Range<usize>, coef: &[f32], out: &mut [f32]) {
+    let mut values = [0.0f32; LANES];
+    for (chunk, out) in out.chunks_mut(LANES).enumerate() {
+        let values = &mut values[..out.len()];
+        for (row, coef) in rows.clone().zip(coef) {
+            decode_cols(w, row, chunk * LANES, values);
+            lanes::axpy(*coef, values, out);
+        }
+    }
+}
+
+/// `tile[i][r] = W[rows.start + r] . x[i]`.
+pub(super) fn exact(w: &WeightRef, rows: Range<usize>, x: &[f32], tile: &mut [f32]) {
+    let cols = w.cols();
+    let count = rows.len();
+    if cols == 0 {
+        tile.fill(0.0);
+        return;
+    }
+    let mut values = [0.0f32; LANES];
+    for (r, row) in rows.enumerate() {
+        let mut sums = [[0.0f32; LANES]; MAX_BATCH];
+        for start in (0..cols).step_by(LANES) {
+            let len = LANES.min(cols - start);
+            decode_cols(w, row, start, &mut values[..len]);
+            for (sums, x) in sums.iter_mut().zip(x.chunks(cols)) {
+                lanes::add_tail(sums, &values[..len], &x[start..start + len]);
+            }
+        }
+        for (tile, sums) in tile.chunks_mut(count).zip(sums) {
+            tile[r] = lanes::reduce(sums);
+        }
+    }
+}
+
+/// As [`exact`], from integers.
+pub(super) fn integer(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut [f32]) {
+    let count = rows.len();
+    for (r, row) in rows.enumerate() {
+        for (i, x) in x.iter().enumerate() {
+            tile[i * count + r] = integer_dot(w, row, x);
+        }
+    }
+}
+
+fn integer_dot(w: &WeightRef, row: usize, x: &QuantRow) -> f32 {
+    let cols = w.cols();
+    let Format::Int4Group { group } = w.format() else {
+        return integer_sum(w, row, x, 0..cols) as f32 * w.scale(row) * x.scale;
+    };
+    let group = usize::from(group);
+    let groups = cols.div_ceil(group);
+    let mut acc = 0.0f32;
+    for g in 0..groups {
+        let sum = integer_sum(w, row, x, g * group..cols.min((g + 1) * group));
+        acc += sum as f32 * w.scale(row * groups + g);
+    }
+    acc * x.scale
+}
+
+fn integer_sum(w: &WeightRef, row: usize, x: &QuantRow, cols: Range<usize>) -> i32 {
+    let bytes = w.row(row);
+    cols.map(|c| level(w.format(), bytes, c) * i32::from(x.natural[c])).sum()
+}
+
+/// The stored integer of column `c`.
+#[inline(always)]
+fn level(format: Format, bytes: &[u8], c: usize) -> i32 {
+    match format {
+        Format::Int8Row => i32::from(bytes[c] as i8),
+        Format::Int4Row | Format::Int4Group { .. } => i32::from(bytes[c / 2] >> (4 * (c % 2)) & 15) - 8,
+        Format::Int2Row => i32::from(bytes[c / 4] >> (2 * (c % 4)) & 3) - 2,
+        Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block => unreachable!("{format} holds no integers"),
+    }
+}
+
+/// Columns `start..start + out.len()` of a row as f32. Other tables use it for what is left after whole chunks.
+pub(super) fn decode_cols(w: &WeightRef, row: usize, start: usize, out: &mut [f32]) {
+    let bytes = w.row(row);
+    match w.format() {
+        Format::F32 => {
+            for (out, b) in out.iter_mut().zip(bytes[4 * start..].as_chunks::<4>().0) {
+                *out = f32::from_le_bytes(*b);
+            }
+        }
+        Format::Bf16 => {
+            for (out, b) in out.iter_mut().zip(bytes[2 * start..].as_chunks::<2>().0) {
+                *out = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
+            }
+        }
+        Format::F16 => {
+            for (out, b) in out.iter_mut().zip(bytes[2 * start..].as_chunks::<2>().0) {
+                *out = half::f16::from_le_bytes(*b).to_f32();
+            }
+        }
+        Format::Fp8Block => {
+            let first = row / FP8_BLOCK * w.cols().div_ceil(FP8_BLOCK);
+            for (c, out) in (start..).zip(out) {
+                *out = e4m3(bytes[c]) * w.scale(first + c / FP8_BLOCK);
+            }
+        }
+        Format::Int8Row | Format::Int4Row | Format::Int2Row => {
+            let scale = w.scale(row);
+            for (c, out) in (start..).zip(out) {
+                *out = level(w.format(), bytes, c) as f32 * scale;
+            }
+        }
+        Format::Int4Group { group } => {
+            let first = row * w.cols().div_ceil(usize::from(group));
+            for (c, out) in (start..).zip(out) {
+                *out = level(w.format(), bytes, c) as f32 * w.scale(first + c / usize::from(group));
+            }
+        }
+    }
+}
+
+/// The value of an E4M3 byte: exponent bias 7, subnormals, no infinities, NaN where all seven low bits are set.
+fn e4m3(byte: u8) -> f32 {
+    let mantissa = f32::from(byte & 7);
+    let magnitude = match byte >> 3 & 15 {
+        15 if byte & 7 == 7 => f32::NAN,
+        0 => mantissa * f32::from_bits((127 - 9) << 23),
+        exponent => (8.0 + mantissa) * f32::from_bits((u32::from(exponent) + 127 - 10) << 23),
+    };
+    if byte & 0x80 != 0 { -magnitude } else { magnitude }
+}
