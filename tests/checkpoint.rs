@@ -6,10 +6,7 @@ use millstream::kernels::Format;
 use std::path::Path;
 
 fn tiny() -> &'static Path {
-    Path::new(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/tests/data/tiny-glm-moe-dsa"
-    ))
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tiny-glm-moe-dsa"))
 }
 
 #[test]
@@ -19,37 +16,20 @@ fn the_tiny_model_opens_as_its_config_says() {
     assert_eq!(arch.family, Family::GlmMoeDsa);
     assert_eq!((arch.hidden, arch.vocab, arch.layers.len()), (64, 272, 5));
     assert_eq!(arch.layers[0].mlp, MlpKind::Dense { width: 64 });
-    assert!(
-        arch.layers[1..]
-            .iter()
-            .all(|layer| layer.mlp == MlpKind::Sparse)
-    );
-    let full: Vec<bool> = arch
-        .layers
-        .iter()
-        .map(|layer| layer.indexer == IndexerKind::Full)
-        .collect();
+    assert!(arch.layers[1..].iter().all(|layer| layer.mlp == MlpKind::Sparse));
+    let full: Vec<bool> = arch.layers.iter().map(|layer| layer.indexer == IndexerKind::Full).collect();
     assert_eq!(full, [true, true, false, false, true]);
     assert!(arch.mtp.is_some());
     assert_eq!(arch.stop_ids, [256, 260, 262]);
-    assert_eq!(
-        (arch.moe.experts, arch.moe.top_k, arch.moe.shared_width),
-        (8, 2, 64)
-    );
-    assert_eq!(
-        (arch.norm_eps, arch.rope_theta, arch.moe.scaling),
-        (1e-5, 10000.0, 2.5)
-    );
+    assert_eq!((arch.moe.experts, arch.moe.top_k, arch.moe.shared_width), (8, 2, 64));
+    assert_eq!((arch.norm_eps, arch.rope_theta, arch.moe.scaling), (1e-5, 10000.0, 2.5));
     assert!(checkpoint.notes().is_empty(), "{:?}", checkpoint.notes());
 
     // Offsets as the header of the file has them: 25,280 bytes of header after its 8-byte length.
     assert!(checkpoint.experts.layers[0].is_none());
     let down = checkpoint.experts.get(1, 0).unwrap().down;
     assert_eq!(down.spec.format, Format::Bf16);
-    assert_eq!(
-        (down.data.offset, down.data.len),
-        (8 + 25_280 + 138_272, 64 * 64 * 2)
-    );
+    assert_eq!((down.data.offset, down.data.len), (8 + 25_280 + 138_272, 64 * 64 * 2));
     assert_eq!(checkpoint.experts.layers.len(), 6);
     assert_eq!(checkpoint.experts.layers[5].as_ref().unwrap().len(), 8);
 }
@@ -65,17 +45,11 @@ fn the_shape_of_glm_5_2_has_21_indexers() {
         "rms_norm_eps":1e-05,"rope_parameters":{"rope_theta":8000000,"rope_type":"default"},
         "eos_token_id":[154820,154827,154829]}"#;
     let arch = Arch::parse(config.as_bytes(), None).unwrap();
-    let full: Vec<usize> = (0..78)
-        .filter(|&layer| arch.layers[layer].indexer == IndexerKind::Full)
-        .collect();
+    let full: Vec<usize> = (0..78).filter(|&layer| arch.layers[layer].indexer == IndexerKind::Full).collect();
     let expected: Vec<usize> = [0, 1].into_iter().chain((2..=74).step_by(4)).collect();
     assert_eq!(full, expected);
     assert_eq!(full.len(), 21);
-    let dense = arch
-        .layers
-        .iter()
-        .filter(|layer| layer.mlp != MlpKind::Sparse)
-        .count();
+    let dense = arch.layers.iter().filter(|layer| layer.mlp != MlpKind::Sparse).count();
     assert_eq!(dense, 3);
     assert_eq!((arch.moe.groups, arch.rope_theta), (1, 8e6));
 }

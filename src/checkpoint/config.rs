@@ -3,9 +3,7 @@
 //! A value that changes the model is read or refused, never defaulted: a missing rotary base or scaling factor gives
 //! fluent nonsense, which nobody notices. What may be absent is what the format itself defines a meaning for.
 
-use super::arch::{
-    Arch, AttentionArch, Family, IndexerArch, IndexerKind, LayerArch, MlpKind, MoeArch,
-};
+use super::arch::{Arch, AttentionArch, Family, IndexerArch, IndexerKind, LayerArch, MlpKind, MoeArch};
 use super::error::{CheckpointError, Result, io_error};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -37,11 +35,7 @@ impl Arch {
     /// Parses the bytes of `config.json` and, where there is one, of `generation_config.json`.
     pub fn parse(config_json: &[u8], generation_config: Option<&[u8]>) -> Result<Arch> {
         let root = object("config.json", config_json)?;
-        let config = Fields {
-            file: "config.json",
-            path: String::new(),
-            map: &root,
-        };
+        let config = Fields { file: "config.json", path: String::new(), map: &root };
         match config.map.get("model_type") {
             Some(Value::String(name)) if name == "glm_moe_dsa" => {}
             other => return Err(config.bad("model_type", "\"glm_moe_dsa\"", &shown(other))),
@@ -50,11 +44,7 @@ impl Arch {
         let mut stop_ids = stop_ids(&config, arch.vocab)?;
         if let Some(bytes) = generation_config {
             let root = object("generation_config.json", bytes)?;
-            let fields = Fields {
-                file: "generation_config.json",
-                path: String::new(),
-                map: &root,
-            };
+            let fields = Fields { file: "generation_config.json", path: String::new(), map: &root };
             stop_ids.extend(self::stop_ids(&fields, arch.vocab)?);
         }
         stop_ids.sort_unstable();
@@ -66,15 +56,9 @@ impl Arch {
 
 /// Reads a small file, refusing one of absurd size before allocating.
 pub(crate) fn read_small(path: &Path) -> Result<Vec<u8>> {
-    let bytes = std::fs::metadata(path)
-        .map_err(io_error("read", path))?
-        .len();
+    let bytes = std::fs::metadata(path).map_err(io_error("read", path))?.len();
     if bytes > SMALL_FILE_BYTES_MAX {
-        let file = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
+        let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         return Err(CheckpointError::Config {
             file,
             field: "length".to_owned(),
@@ -96,15 +80,8 @@ fn parse_glm(config: &Fields) -> Result<Arch> {
     let moe = parse_moe(config)?;
     let sources = indexer_kinds(config, layer_count, mtp_count)?;
     let mlps = mlp_kinds(config, layer_count, mtp_count)?;
-    let layers = mlps
-        .iter()
-        .zip(&sources)
-        .map(|(&mlp, &indexer)| LayerArch { mlp, indexer })
-        .collect();
-    let mtp = LayerArch {
-        mlp: MlpKind::Sparse,
-        indexer: IndexerKind::Full,
-    };
+    let layers = mlps.iter().zip(&sources).map(|(&mlp, &indexer)| LayerArch { mlp, indexer }).collect();
+    let mtp = LayerArch { mlp: MlpKind::Sparse, indexer: IndexerKind::Full };
     Ok(Arch {
         family: Family::GlmMoeDsa,
         hidden,
@@ -116,11 +93,7 @@ fn parse_glm(config: &Fields) -> Result<Arch> {
         moe,
         norm_eps: config.positive("rms_norm_eps")?,
         rope_theta: rope_theta(config)?,
-        max_context: config.size_or(
-            "max_position_embeddings",
-            1..=CONTEXT_MAX,
-            CONTEXT_UNDECLARED,
-        )?,
+        max_context: config.size_or("max_position_embeddings", 1..=CONTEXT_MAX, CONTEXT_UNDECLARED)?,
         tied_head: config.flag_or("tie_word_embeddings", false)?,
         stop_ids: Vec::new(),
     })
@@ -182,11 +155,7 @@ fn parse_moe(config: &Fields) -> Result<MoeArch> {
     let group_experts = experts / groups;
     if groups > 1 && group_experts < 2 {
         let expected = "groups of at least two experts";
-        return Err(config.bad(
-            "n_group",
-            expected,
-            &format!("{groups} for {experts} experts"),
-        ));
+        return Err(config.bad("n_group", expected, &format!("{groups} for {experts} experts")));
     }
     // With groups, the number kept is a rule of the router; without, there is nothing to choose.
     let top_groups = match groups {
@@ -218,11 +187,7 @@ fn indexer_kinds(config: &Fields, layers: usize, mtp: usize) -> Result<Vec<Index
         let kind = |(index, value): (usize, &Value)| match value.as_str() {
             Some("full") => Ok(IndexerKind::Full),
             Some("shared") => Ok(IndexerKind::Shared),
-            _ => Err(config.bad(
-                &format!("indexer_types[{index}]"),
-                "\"full\" or \"shared\"",
-                &shown(Some(value)),
-            )),
+            _ => Err(config.bad(&format!("indexer_types[{index}]"), "\"full\" or \"shared\"", &shown(Some(value)))),
         };
         list.iter().enumerate().map(kind).collect::<Result<_>>()?
     } else if let Some(pattern) = config.text("index_topk_pattern")? {
@@ -239,19 +204,12 @@ fn indexer_kinds(config: &Fields, layers: usize, mtp: usize) -> Result<Vec<Index
         let offset = config.size_or("index_skip_topk_offset", 0..=LAYERS_MAX, 2)?;
         let full = |layer: usize| (layer + 1).saturating_sub(offset) % frequency == 0;
         let kind = |layer| {
-            if full(layer) {
-                IndexerKind::Full
-            } else {
-                IndexerKind::Shared
-            }
+            if full(layer) { IndexerKind::Full } else { IndexerKind::Shared }
         };
         (0..layers).map(kind).collect()
     };
     check_length(config, field, kinds.len(), layers, mtp)?;
-    if kinds[layers..]
-        .iter()
-        .any(|&kind| kind != IndexerKind::Full)
-    {
+    if kinds[layers..].iter().any(|&kind| kind != IndexerKind::Full) {
         return Err(config.bad(field, "a full indexer in the MTP layer", "a shared one"));
     }
     kinds.truncate(layers);
@@ -267,22 +225,14 @@ fn mlp_kinds(config: &Fields, layers: usize, mtp: usize) -> Result<Vec<MlpKind>>
     let Some(list) = config.list("mlp_layer_types")? else {
         let first_sparse = config.size("first_k_dense_replace", 0..=LAYERS_MAX)?;
         let kind = |layer| {
-            if layer < first_sparse {
-                dense
-            } else {
-                MlpKind::Sparse
-            }
+            if layer < first_sparse { dense } else { MlpKind::Sparse }
         };
         return Ok((0..layers).map(kind).collect());
     };
     let kind = |(index, value): (usize, &Value)| match value.as_str() {
         Some("dense") => Ok(dense),
         Some("sparse") => Ok(MlpKind::Sparse),
-        _ => Err(config.bad(
-            &format!("mlp_layer_types[{index}]"),
-            "\"dense\" or \"sparse\"",
-            &shown(Some(value)),
-        )),
+        _ => Err(config.bad(&format!("mlp_layer_types[{index}]"), "\"dense\" or \"sparse\"", &shown(Some(value)))),
     };
     let mut kinds: Vec<MlpKind> = list.iter().enumerate().map(kind).collect::<Result<_>>()?;
     check_length(config, "mlp_layer_types", kinds.len(), layers, mtp)?;
@@ -294,13 +244,7 @@ fn mlp_kinds(config: &Fields, layers: usize, mtp: usize) -> Result<Vec<MlpKind>>
 }
 
 /// A per-layer list has an entry for every layer and may go on through the MTP layers.
-fn check_length(
-    config: &Fields,
-    field: &str,
-    found: usize,
-    layers: usize,
-    mtp: usize,
-) -> Result<()> {
+fn check_length(config: &Fields, field: &str, found: usize, layers: usize, mtp: usize) -> Result<()> {
     if (layers..=layers + mtp).contains(&found) {
         return Ok(());
     }
@@ -310,19 +254,12 @@ fn check_length(
 
 fn rope_theta(config: &Fields) -> Result<f64> {
     let parameters = config.child("rope_parameters")?;
-    for fields in [parameters.as_ref(), config.child("rope_scaling")?.as_ref()]
-        .into_iter()
-        .flatten()
-    {
+    for fields in [parameters.as_ref(), config.child("rope_scaling")?.as_ref()].into_iter().flatten() {
         for kind in ["rope_type", "type"] {
             fields.only(kind, &Value::from("default"))?;
         }
         for factor in ["partial_rotary_factor", "factor", "attention_factor"] {
-            if fields
-                .map
-                .get(factor)
-                .is_some_and(|value| value.as_f64() != Some(1.0))
-            {
+            if fields.map.get(factor).is_some_and(|value| value.as_f64() != Some(1.0)) {
                 return Err(fields.bad(factor, "1 or nothing", &shown(fields.map.get(factor))));
             }
         }
@@ -404,10 +341,7 @@ impl<'a> Fields<'a> {
 
     fn size(&self, field: &str, range: std::ops::RangeInclusive<usize>) -> Result<usize> {
         let value = self.get(field);
-        match value
-            .and_then(Value::as_u64)
-            .and_then(|number| usize::try_from(number).ok())
-        {
+        match value.and_then(Value::as_u64).and_then(|number| usize::try_from(number).ok()) {
             Some(number) if range.contains(&number) => Ok(number),
             _ => {
                 let expected = format!("an integer from {} to {}", range.start(), range.end());
@@ -416,17 +350,8 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn size_or(
-        &self,
-        field: &str,
-        range: std::ops::RangeInclusive<usize>,
-        absent: usize,
-    ) -> Result<usize> {
-        if self.get(field).is_none() {
-            Ok(absent)
-        } else {
-            self.size(field, range)
-        }
+    fn size_or(&self, field: &str, range: std::ops::RangeInclusive<usize>, absent: usize) -> Result<usize> {
+        if self.get(field).is_none() { Ok(absent) } else { self.size(field, range) }
     }
 
     fn positive(&self, field: &str) -> Result<f64> {
@@ -444,11 +369,7 @@ impl<'a> Fields<'a> {
     }
 
     fn flag_or(&self, field: &str, absent: bool) -> Result<bool> {
-        if self.get(field).is_none() {
-            Ok(absent)
-        } else {
-            self.flag(field)
-        }
+        if self.get(field).is_none() { Ok(absent) } else { self.flag(field) }
     }
 
     fn list(&self, field: &str) -> Result<Option<&'a Vec<Value>>> {
@@ -470,11 +391,9 @@ impl<'a> Fields<'a> {
     fn child(&self, field: &str) -> Result<Option<Fields<'a>>> {
         match self.get(field) {
             None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(Fields {
-                file: self.file,
-                path: format!("{}{field}.", self.path),
-                map,
-            })),
+            Some(Value::Object(map)) => {
+                Ok(Some(Fields { file: self.file, path: format!("{}{field}.", self.path), map }))
+            }
             other => Err(self.bad(field, "an object", &shown(other))),
         }
     }
@@ -482,9 +401,7 @@ impl<'a> Fields<'a> {
     /// The value may be absent; if it is there it must be the one that is supported.
     fn only(&self, field: &str, supported: &Value) -> Result<()> {
         match self.get(field) {
-            Some(value) if value != supported => {
-                Err(self.bad(field, &supported.to_string(), &shown(Some(value))))
-            }
+            Some(value) if value != supported => Err(self.bad(field, &supported.to_string(), &shown(Some(value)))),
             _ => Ok(()),
         }
     }

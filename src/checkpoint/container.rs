@@ -92,13 +92,12 @@ impl TensorMap {
     }
 
     fn required(&self, name: &str, shape: impl Fn() -> String) -> Result<&TensorInfo> {
-        self.get(name)
-            .ok_or_else(|| CheckpointError::TensorMissing {
-                dir: self.dir().to_owned(),
-                tensor: name.to_owned(),
-                expected: shape(),
-                shards: self.paths().len(),
-            })
+        self.get(name).ok_or_else(|| CheckpointError::TensorMissing {
+            dir: self.dir().to_owned(),
+            tensor: name.to_owned(),
+            expected: shape(),
+            shards: self.paths().len(),
+        })
     }
 
     fn float_matrix(
@@ -118,44 +117,20 @@ impl TensorMap {
             }
         }
         let spec = MatrixSpec { format, rows, cols };
-        Ok(MatrixSource {
-            spec,
-            data: tensor.span(),
-            scales: None,
-        })
+        Ok(MatrixSource { spec, data: tensor.span(), scales: None })
     }
 
-    fn fp8_matrix(
-        &self,
-        name: &str,
-        tensor: &TensorInfo,
-        rows: usize,
-        cols: usize,
-    ) -> Result<MatrixSource> {
+    fn fp8_matrix(&self, name: &str, tensor: &TensorInfo, rows: usize, cols: usize) -> Result<MatrixSource> {
         self.check_shape(name, tensor, &[rows as u64, cols as u64])?;
-        let spec = MatrixSpec {
-            format: Format::Fp8Block,
-            rows,
-            cols,
-        };
+        let spec = MatrixSpec { format: Format::Fp8Block, rows, cols };
         let blocks = [rows.div_ceil(128) as u64, cols.div_ceil(128) as u64];
         let scales_name = format!("{name}{FP8_SCALES_SUFFIX}");
         let scales = self.scales(name, tensor, &scales_name, &format!("F32 {blocks:?}"))?;
         self.check_shape(&scales_name, scales, &blocks)?;
-        Ok(MatrixSource {
-            spec,
-            data: tensor.span(),
-            scales: Some(scales.span()),
-        })
+        Ok(MatrixSource { spec, data: tensor.span(), scales: Some(scales.span()) })
     }
 
-    fn packed_matrix(
-        &self,
-        name: &str,
-        tensor: &TensorInfo,
-        rows: usize,
-        cols: usize,
-    ) -> Result<MatrixSource> {
+    fn packed_matrix(&self, name: &str, tensor: &TensorInfo, rows: usize, cols: usize) -> Result<MatrixSource> {
         let scales_name = format!("{name}{SCALES_SUFFIX}");
         let expected = format!("F32, one a row ({rows}) or a group");
         let scales = self.scales(name, tensor, &scales_name, &expected)?;
@@ -183,21 +158,11 @@ impl TensorMap {
             return Err(self.tensor_fault(name, tensor, "format", expected, "int3-g64".to_owned()));
         };
         let spec = MatrixSpec { format, rows, cols };
-        Ok(MatrixSource {
-            spec,
-            data: tensor.span(),
-            scales: Some(scales.span()),
-        })
+        Ok(MatrixSource { spec, data: tensor.span(), scales: Some(scales.span()) })
     }
 
     /// The F32 scales of a quantized weight.
-    fn scales(
-        &self,
-        name: &str,
-        tensor: &TensorInfo,
-        scales_name: &str,
-        expected: &str,
-    ) -> Result<&TensorInfo> {
+    fn scales(&self, name: &str, tensor: &TensorInfo, scales_name: &str, expected: &str) -> Result<&TensorInfo> {
         let Some(scales) = self.get(scales_name) else {
             return Err(CheckpointError::ScaleMissing {
                 file: self.path(tensor.file).to_owned(),
@@ -250,12 +215,7 @@ fn candidates(rows: usize, cols: usize, bytes: u64, scales: u64) -> Vec<Candidat
         .filter(|&group| cols.div_ceil(group as usize) > 1)
         .map(|group| Format::Int4Group { group })
         .find(|format| format.scale_count(rows, cols) as u64 == scales);
-    let plain = [
-        Format::Int8Row,
-        Format::Fp8Block,
-        Format::Int4Row,
-        Format::Int2Row,
-    ];
+    let plain = [Format::Int8Row, Format::Fp8Block, Format::Int4Row, Format::Int2Row];
     let mut fitting: Vec<Candidate> = [plain[0], plain[1], plain[2]]
         .into_iter()
         .chain(group)
@@ -273,17 +233,11 @@ fn candidates(rows: usize, cols: usize, bytes: u64, scales: u64) -> Vec<Candidat
 
 fn sizes_expected(rows: usize, cols: usize) -> String {
     let size = |format: Format| {
-        let (bytes, scales) = (
-            format.data_bytes(rows, cols),
-            format.scale_count(rows, cols),
-        );
+        let (bytes, scales) = (format.data_bytes(rows, cols), format.scale_count(rows, cols));
         format!("{format} {bytes} + {scales} scales")
     };
     let sizes = [Format::Int8Row, Format::Int4Row, Format::Int2Row].map(size);
-    format!(
-        "for [{rows}, {cols}] one of: {}, or int4 with more scales",
-        sizes.join(", ")
-    )
+    format!("for [{rows}, {cols}] one of: {}, or int4 with more scales", sizes.join(", "))
 }
 
 /// The format a reader infers from sizes alone; `None` when nothing fits or only a format that cannot be read.
@@ -305,14 +259,8 @@ mod tests {
         assert_eq!(at(12_582_912, 2048), Some(Format::Int8Row));
         assert_eq!(at(12_582_912, 16 * 48), Some(Format::Fp8Block));
         assert_eq!(at(6_291_456, 2048), Some(Format::Int4Row));
-        assert_eq!(
-            at(6_291_456, 196_608),
-            Some(Format::Int4Group { group: 64 })
-        );
-        assert_eq!(
-            at(6_291_456, 2048 * 32),
-            Some(Format::Int4Group { group: 192 })
-        );
+        assert_eq!(at(6_291_456, 196_608), Some(Format::Int4Group { group: 64 }));
+        assert_eq!(at(6_291_456, 2048 * 32), Some(Format::Int4Group { group: 192 }));
         assert_eq!(at(3_145_728, 2048), Some(Format::Int2Row));
         assert_eq!(at(6_291_456, 2049), None);
         assert_eq!(at(6_291_455, 2048), None);
@@ -328,10 +276,7 @@ mod tests {
     #[test]
     fn one_group_a_row_is_per_row() {
         assert_eq!(inferred(8, 64, 256, 8), Some(Format::Int4Row));
-        assert_eq!(
-            inferred(8, 65, 264, 16),
-            Some(Format::Int4Group { group: 48 })
-        );
+        assert_eq!(inferred(8, 65, 264, 16), Some(Format::Int4Group { group: 48 }));
     }
 
     #[test]

@@ -202,12 +202,8 @@ impl CheckpointError {
             CheckpointError::SmallFilesMissing { .. } => {
                 "copy the small JSON files of the same checkpoint beside the shards"
             }
-            CheckpointError::NoShards { .. } => {
-                "give the directory that holds the *.safetensors files of the model"
-            }
-            CheckpointError::Unfinished { .. } => {
-                "run the same convert command again: it continues where it stopped"
-            }
+            CheckpointError::NoShards { .. } => "give the directory that holds the *.safetensors files of the model",
+            CheckpointError::Unfinished { .. } => "run the same convert command again: it continues where it stopped",
             CheckpointError::Config { .. } => {
                 "fetch the small files of the checkpoint again; a value that is right but unsupported needs another release"
             }
@@ -221,9 +217,7 @@ impl CheckpointError {
             CheckpointError::IndexDiffers { .. } => {
                 "shard and index come from different uploads: fetch both again, or remove the index if the shards are right"
             }
-            CheckpointError::TensorMissing { .. } => {
-                "a shard is missing, or config.json belongs to another model"
-            }
+            CheckpointError::TensorMissing { .. } => "a shard is missing, or config.json belongs to another model",
             CheckpointError::Tensor { .. } => {
                 "config.json and shards belong to different models, or the shard is damaged"
             }
@@ -236,9 +230,7 @@ impl CheckpointError {
                 "give the same parameters to continue, or another destination to start afresh"
             }
             CheckpointError::ConvertOccupied { .. } => "give an empty or new directory",
-            CheckpointError::NoSpace { .. } => {
-                "free space, or give a destination on a larger drive"
-            }
+            CheckpointError::NoSpace { .. } => "free space, or give a destination on a larger drive",
         }
     }
 }
@@ -250,18 +242,11 @@ pub(crate) fn io_error<'a>(
     action: &'static str,
     path: &'a std::path::Path,
 ) -> impl FnOnce(io::Error) -> CheckpointError + 'a {
-    move |source| CheckpointError::Io {
-        action,
-        path: path.to_owned(),
-        source,
-    }
+    move |source| CheckpointError::Io { action, path: path.to_owned(), source }
 }
 
 fn tensor_prefix(tensor: &Option<String>) -> String {
-    tensor
-        .as_ref()
-        .map(|name| format!("tensor {name}: "))
-        .unwrap_or_default()
+    tensor.as_ref().map(|name| format!("tensor {name}: ")).unwrap_or_default()
 }
 
 fn elsewhere(found: &Option<PathBuf>) -> String {
@@ -276,9 +261,5 @@ fn shown(names: &[String]) -> String {
     if names.len() <= SHOWN {
         return names.join(", ");
     }
-    format!(
-        "{} and {} more",
-        names[..SHOWN].join(", "),
-        names.len() - SHOWN
-    )
+    format!("{} and {} more", names[..SHOWN].join(", "), names.len() - SHOWN)
 }

@@ -4,7 +4,6 @@ use super::arch::{Arch, MlpKind};
 use super::container::MatrixSource;
 use super::error::Result;
 use super::tensors::TensorMap;
-use std::fmt::Write;
 
 /// The three matrices of one expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,10 +24,7 @@ impl ExpertSource {
 
     /// Bytes of weights and scales.
     pub fn bytes(&self) -> u64 {
-        self.matrices()
-            .iter()
-            .map(|matrix| matrix.data.len + matrix.scales.map_or(0, |scales| scales.len))
-            .sum()
+        self.matrices().iter().map(|matrix| matrix.data.len + matrix.scales.map_or(0, |scales| scales.len)).sum()
     }
 }
 
@@ -58,17 +54,14 @@ impl ExpertIndex {
     }
 }
 
+/// The vendor's name of an expert's matrix; `part` is `gate`, `up` or `down`.
+pub(crate) fn expert_name(layer: usize, expert: usize, part: &str) -> String {
+    format!("model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight")
+}
+
 fn layer_experts(arch: &Arch, tensors: &TensorMap, layer: usize) -> Result<Vec<ExpertSource>> {
     let (hidden, width) = (arch.hidden, arch.moe.width);
-    let mut name = String::new();
-    let mut matrix = |expert: usize, part: &str, rows, cols| {
-        name.clear();
-        let _ = write!(
-            name,
-            "model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-        );
-        tensors.matrix(&name, rows, cols)
-    };
+    let matrix = |expert, part, rows, cols| tensors.matrix(&expert_name(layer, expert, part), rows, cols);
     (0..arch.moe.experts)
         .map(|expert| {
             Ok(ExpertSource {

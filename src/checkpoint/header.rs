@@ -40,87 +40,45 @@ pub(crate) fn read(path: &Path, file: FileId) -> Result<Header> {
     let mut prefix = [0u8; 8];
     if file_bytes < 8 {
         let found = format!("{file_bytes} bytes");
-        return Err(fault(
-            path,
-            None,
-            "file length",
-            "at least 8 bytes".to_owned(),
-            found,
-        ));
+        return Err(fault(path, None, "file length", "at least 8 bytes".to_owned(), found));
     }
-    shard
-        .read_exact_at(&mut prefix, 0)
-        .map_err(io_error("read", path))?;
+    shard.read_exact_at(&mut prefix, 0).map_err(io_error("read", path))?;
     let header_bytes = u64::from_le_bytes(prefix);
     if header_bytes > HEADER_BYTES_MAX {
         let expected = format!("at most {HEADER_BYTES_MAX} bytes");
-        return Err(fault(
-            path,
-            None,
-            "header length",
-            expected,
-            format!("{header_bytes} bytes"),
-        ));
+        return Err(fault(path, None, "header length", expected, format!("{header_bytes} bytes")));
     }
     if header_bytes > file_bytes - 8 {
         let expected = format!("at most {} bytes, the rest of the file", file_bytes - 8);
-        return Err(fault(
-            path,
-            None,
-            "header length",
-            expected,
-            format!("{header_bytes} bytes"),
-        ));
+        return Err(fault(path, None, "header length", expected, format!("{header_bytes} bytes")));
     }
     let mut json = vec![0u8; header_bytes as usize];
-    shard
-        .read_exact_at(&mut json, 8)
-        .map_err(io_error("read", path))?;
+    shard.read_exact_at(&mut json, 8).map_err(io_error("read", path))?;
     parse(path, file, file_bytes, &json)
 }
 
 /// Checks the bytes of a header against the length of its file.
 pub(crate) fn parse(path: &Path, file: FileId, file_bytes: u64, json: &[u8]) -> Result<Header> {
-    let raw: RawHeader = serde_json::from_slice(json).map_err(|error| {
-        fault(
-            path,
-            None,
-            "header",
-            "safetensors JSON".to_owned(),
-            error.to_string(),
-        )
-    })?;
+    let raw: RawHeader = serde_json::from_slice(json)
+        .map_err(|error| fault(path, None, "header", "safetensors JSON".to_owned(), error.to_string()))?;
     let data_start = 8 + json.len() as u64;
     let mut tensors = Vec::with_capacity(raw.tensors.len());
     for (name, tensor) in raw.tensors {
         let info = check_tensor(path, file, data_start, &name, tensor)?;
         tensors.push((name, info));
     }
-    tensors
-        .sort_unstable_by(|a, b| (a.1.offset, a.1.bytes, &a.0).cmp(&(b.1.offset, b.1.bytes, &b.0)));
+    tensors.sort_unstable_by(|a, b| (a.1.offset, a.1.bytes, &a.0).cmp(&(b.1.offset, b.1.bytes, &b.0)));
     check_coverage(path, data_start, file_bytes, &tensors)?;
     let stamps = parse_stamps(path, &raw.metadata)?;
     let mut hasher = xxhash_rust::xxh3::Xxh3::new();
     hasher.update(&file_bytes.to_le_bytes());
     hasher.update(json);
-    Ok(Header {
-        tensors,
-        metadata: raw.metadata,
-        stamps,
-        hash: hasher.digest(),
-    })
+    Ok(Header { tensors, metadata: raw.metadata, stamps, hash: hasher.digest() })
 }
 
 /// Type known, rank bounded, and shape times element size equal to the byte range.
-fn check_tensor(
-    path: &Path,
-    file: FileId,
-    data_start: u64,
-    name: &str,
-    raw: RawTensor,
-) -> Result<TensorInfo> {
-    let bad =
-        |what, expected: String, found: String| fault(path, Some(name), what, expected, found);
+fn check_tensor(path: &Path, file: FileId, data_start: u64, name: &str, raw: RawTensor) -> Result<TensorInfo> {
+    let bad = |what, expected: String, found: String| fault(path, Some(name), what, expected, found);
     let [begin, end] = raw.data_offsets;
     let Some(dtype) = Dtype::from_name(&raw.dtype) else {
         let known = "a known type (F32, BF16, F16, F8_E4M3, U8, ...)".to_owned();
@@ -128,24 +86,13 @@ fn check_tensor(
     };
     if raw.shape.len() > RANK_MAX {
         let expected = format!("at most {RANK_MAX} dimensions");
-        return Err(bad(
-            "shape",
-            expected,
-            format!("{} dimensions", raw.shape.len()),
-        ));
+        return Err(bad("shape", expected, format!("{} dimensions", raw.shape.len())));
     }
     if end < begin {
-        return Err(bad(
-            "data_offsets",
-            "begin <= end".to_owned(),
-            format!("[{begin}, {end}]"),
-        ));
+        return Err(bad("data_offsets", "begin <= end".to_owned(), format!("[{begin}, {end}]")));
     }
     let bytes = end - begin;
-    let wanted = raw
-        .shape
-        .iter()
-        .try_fold(dtype.bytes(), |size, &dim| size.checked_mul(dim));
+    let wanted = raw.shape.iter().try_fold(dtype.bytes(), |size, &dim| size.checked_mul(dim));
     match wanted {
         Some(wanted) if wanted == bytes => {}
         Some(wanted) => {
@@ -158,50 +105,22 @@ fn check_tensor(
             return Err(bad("shape", expected, found));
         }
     }
-    let Some(offset) = data_start
-        .checked_add(begin)
-        .filter(|o| o.checked_add(bytes).is_some())
-    else {
-        return Err(bad(
-            "data_offsets",
-            "less than 2^64".to_owned(),
-            format!("[{begin}, {end}]"),
-        ));
+    let Some(offset) = data_start.checked_add(begin).filter(|o| o.checked_add(bytes).is_some()) else {
+        return Err(bad("data_offsets", "less than 2^64".to_owned(), format!("[{begin}, {end}]")));
     };
-    Ok(TensorInfo {
-        file,
-        offset,
-        bytes,
-        dtype,
-        shape: raw.shape,
-    })
+    Ok(TensorInfo { file, offset, bytes, dtype, shape: raw.shape })
 }
 
 /// Tensors, sorted by offset, follow each other without overlap or hole and end where the file ends.
-fn check_coverage(
-    path: &Path,
-    data_start: u64,
-    file_bytes: u64,
-    tensors: &[(String, TensorInfo)],
-) -> Result<()> {
+fn check_coverage(path: &Path, data_start: u64, file_bytes: u64, tensors: &[(String, TensorInfo)]) -> Result<()> {
     let mut end = data_start;
     let mut previous = "the start of the data";
     for (name, tensor) in tensors {
         if tensor.offset != end {
             let overlap = tensor.offset < end;
-            let what = if overlap {
-                "data overlaps another tensor"
-            } else {
-                "hole before data"
-            };
+            let what = if overlap { "data overlaps another tensor" } else { "hole before data" };
             let expected = format!("to begin at byte {end}, the end of {previous}");
-            return Err(fault(
-                path,
-                Some(name),
-                what,
-                expected,
-                format!("byte {}", tensor.offset),
-            ));
+            return Err(fault(path, Some(name), what, expected, format!("byte {}", tensor.offset)));
         }
         end += tensor.bytes;
         previous = name;
@@ -209,25 +128,12 @@ fn check_coverage(
     if end == file_bytes {
         return Ok(());
     }
-    let what = if end > file_bytes {
-        "file is cut short"
-    } else {
-        "bytes after the last tensor"
-    };
+    let what = if end > file_bytes { "file is cut short" } else { "bytes after the last tensor" };
     let expected = format!("{end} bytes, the end of {previous}");
-    Err(fault(
-        path,
-        None,
-        what,
-        expected,
-        format!("{file_bytes} bytes"),
-    ))
+    Err(fault(path, None, what, expected, format!("{file_bytes} bytes")))
 }
 
-fn parse_stamps(
-    path: &Path,
-    metadata: &HashMap<String, String>,
-) -> Result<HashMap<String, String>> {
+fn parse_stamps(path: &Path, metadata: &HashMap<String, String>) -> Result<HashMap<String, String>> {
     let Some(text) = metadata.get(STAMP_KEY) else {
         return Ok(HashMap::new());
     };
@@ -237,21 +143,9 @@ fn parse_stamps(
     })
 }
 
-fn fault(
-    path: &Path,
-    tensor: Option<&str>,
-    what: &'static str,
-    expected: String,
-    found: String,
-) -> CheckpointError {
+fn fault(path: &Path, tensor: Option<&str>, what: &'static str, expected: String, found: String) -> CheckpointError {
     let tensor = tensor.map(str::to_owned);
-    CheckpointError::Header {
-        file: path.to_owned(),
-        tensor,
-        what,
-        expected,
-        found,
-    }
+    CheckpointError::Header { file: path.to_owned(), tensor, what, expected, found }
 }
 
 #[derive(serde::Deserialize)]
@@ -278,14 +172,8 @@ impl<'de> Deserialize<'de> for RawHeader<'de> {
             }
 
             /// JSON lets a key come twice and most readers keep the last: here that is an error.
-            fn visit_map<A: MapAccess<'de>>(
-                self,
-                mut map: A,
-            ) -> std::result::Result<Self::Value, A::Error> {
-                let mut header = RawHeader {
-                    tensors: HashMap::new(),
-                    metadata: HashMap::new(),
-                };
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Self::Value, A::Error> {
+                let mut header = RawHeader { tensors: HashMap::new(), metadata: HashMap::new() };
                 let mut metadata_seen = false;
                 while let Some(name) = map.next_key::<String>()? {
                     let repeated = if name == "__metadata__" {
@@ -324,10 +212,7 @@ impl<'de> Deserialize<'de> for Metadata {
                 f.write_str("an object that maps strings to strings")
             }
 
-            fn visit_map<A: MapAccess<'de>>(
-                self,
-                mut map: A,
-            ) -> std::result::Result<Self::Value, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Self::Value, A::Error> {
                 let mut entries = HashMap::new();
                 while let Some((key, value)) = map.next_entry::<String, String>()? {
                     if entries.insert(key.clone(), value).is_some() {

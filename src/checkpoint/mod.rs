@@ -6,6 +6,7 @@
 pub mod arch;
 mod config;
 pub mod container;
+pub mod convert;
 pub mod error;
 pub mod experts;
 mod header;
@@ -49,28 +50,17 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Opens the model in `dir` and checks everything an answer could need. Reads no weight.
     pub fn open(dir: &Path) -> Result<Checkpoint> {
+        refuse_unfinished(dir)?;
         Checkpoint::open_with(dir, &SMALL_FILES)
     }
 
     /// As [`Checkpoint::open`], with the list of small files that must be there.
     pub(crate) fn open_with(dir: &Path, small_files: &[&str]) -> Result<Checkpoint> {
         let shards = tensors::shard_paths(dir)?.len();
-        if dir.join(UNFINISHED_NAME).exists() {
-            return Err(CheckpointError::Unfinished {
-                dir: dir.to_owned(),
-            });
-        }
-        let missing: Vec<String> = small_files
-            .iter()
-            .filter(|name| !dir.join(name).exists())
-            .map(|name| (*name).to_owned())
-            .collect();
+        let missing: Vec<String> =
+            small_files.iter().filter(|name| !dir.join(name).exists()).map(|name| (*name).to_owned()).collect();
         if !missing.is_empty() {
-            return Err(CheckpointError::SmallFilesMissing {
-                dir: dir.to_owned(),
-                missing,
-                shards,
-            });
+            return Err(CheckpointError::SmallFilesMissing { dir: dir.to_owned(), missing, shards });
         }
         let mut arch = Arch::read(dir)?;
         let tensors = TensorMap::open(dir)?;
@@ -78,25 +68,14 @@ impl Checkpoint {
         disable_absent_parts(&mut arch, &tensors, &mut notes);
         let mut required = Checkpoint::required(&arch);
         let optional = required::mtp_optional(&arch);
-        required.extend(
-            optional
-                .into_iter()
-                .filter(|tensor| tensors.get(&tensor.name).is_some()),
-        );
+        required.extend(optional.into_iter().filter(|tensor| tensors.get(&tensor.name).is_some()));
         for tensor in &required {
             tensor.check(&tensors)?;
         }
         let experts = ExpertIndex::build(&arch, &tensors)?;
         notes.extend(unused_note(&arch, &tensors, &required));
         let fingerprint = fingerprint(dir, &tensors)?;
-        Ok(Checkpoint {
-            dir: dir.to_owned(),
-            arch,
-            tensors,
-            experts,
-            notes,
-            fingerprint,
-        })
+        Ok(Checkpoint { dir: dir.to_owned(), arch, tensors, experts, notes, fingerprint })
     }
 
     /// Every tensor the model needs besides its routed experts, by the vendor's names.
@@ -120,38 +99,32 @@ impl Checkpoint {
     }
 }
 
+/// A conversion's destination is no model before the conversion is done, even if all that is there is whole.
+pub(crate) fn refuse_unfinished(dir: &Path) -> Result<()> {
+    match dir.join(UNFINISHED_NAME).exists() {
+        true => Err(CheckpointError::Unfinished { dir: dir.to_owned() }),
+        false => Ok(()),
+    }
+}
+
 /// Turns off the parts that a config declares and published containers often lack. A part that is there by half stays
 /// on, so that the check names what is missing.
 fn disable_absent_parts(arch: &mut Arch, tensors: &TensorMap, notes: &mut Vec<String>) {
     let mtp_layer = arch.layers.len();
     let mtp_prefix = format!("model.layers.{mtp_layer}.");
-    if arch.mtp.is_some()
-        && !tensors
-            .iter()
-            .any(|(name, _)| name.starts_with(&mtp_prefix))
-    {
+    if arch.mtp.is_some() && !tensors.iter().any(|(name, _)| name.starts_with(&mtp_prefix)) {
         arch.mtp = None;
         notes.push(format!(
             "config.json declares an MTP layer but no shard holds {mtp_prefix}*: no speculation from it"
         ));
     }
-    let has_indexer = |layer: usize| {
-        required::indexer_names(layer)
-            .iter()
-            .any(|name| tensors.get(name).is_some())
-    };
-    let full: Vec<usize> = (0..arch.layers.len())
-        .filter(|&layer| arch.layers[layer].indexer == IndexerKind::Full)
-        .collect();
+    let has_indexer = |layer: usize| required::indexer_names(layer).iter().any(|name| tensors.get(name).is_some());
+    let full: Vec<usize> =
+        (0..arch.layers.len()).filter(|&layer| arch.layers[layer].indexer == IndexerKind::Full).collect();
     if !full.iter().any(|&layer| has_indexer(layer)) {
-        arch.layers
-            .iter_mut()
-            .chain(&mut arch.mtp)
-            .for_each(|layer| layer.indexer = IndexerKind::None);
+        arch.layers.iter_mut().chain(&mut arch.mtp).for_each(|layer| layer.indexer = IndexerKind::None);
         let top_k = arch.indexer.take().map_or(0, |indexer| indexer.top_k);
-        notes.push(format!(
-            "no shard holds indexer weights: attention is dense, also beyond {top_k} positions"
-        ));
+        notes.push(format!("no shard holds indexer weights: attention is dense, also beyond {top_k} positions"));
     } else if let Some(mtp) = arch.mtp.as_mut().filter(|_| !has_indexer(mtp_layer)) {
         mtp.indexer = IndexerKind::None;
         notes.push("the MTP layer has no indexer weights: its attention is dense".to_owned());
@@ -177,10 +150,8 @@ fn unused_note(arch: &Arch, tensors: &TensorMap, required: &[Required]) -> Optio
         .iter()
         .map(|(name, _)| name)
         .filter(|name| {
-            let weight = name
-                .strip_suffix(SCALES_SUFFIX)
-                .or_else(|| name.strip_suffix(FP8_SCALES_SUFFIX))
-                .unwrap_or(name);
+            let weight =
+                name.strip_suffix(SCALES_SUFFIX).or_else(|| name.strip_suffix(FP8_SCALES_SUFFIX)).unwrap_or(name);
             !used.contains(weight) && is_expert(weight).is_none()
         })
         .collect();

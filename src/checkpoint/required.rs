@@ -58,22 +58,12 @@ impl Required {
 
 /// Names of the indexer's tensors in a layer.
 pub(crate) fn indexer_names(layer: usize) -> [String; 5] {
-    [
-        "wq_b.weight",
-        "wk.weight",
-        "k_norm.weight",
-        "k_norm.bias",
-        "weights_proj.weight",
-    ]
-    .map(|tail| format!("model.layers.{layer}.self_attn.indexer.{tail}"))
+    ["wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"]
+        .map(|tail| format!("model.layers.{layer}.self_attn.indexer.{tail}"))
 }
 
 pub(crate) fn list(arch: &Arch) -> Vec<Required> {
-    let mut list = List {
-        tensors: Vec::new(),
-        prefix: "model.".to_owned(),
-        layer: None,
-    };
+    let mut list = List { tensors: Vec::new(), prefix: "model.".to_owned(), layer: None };
     let table = (arch.vocab, arch.hidden);
     list.matrix("embed_tokens.weight", table, Role::Io);
     list.vector("norm.weight", arch.hidden);
@@ -102,17 +92,9 @@ pub(crate) fn mtp_optional(arch: &Arch) -> Vec<Required> {
     }
     let layer = arch.layers.len();
     let prefix = format!("model.layers.{layer}.");
-    let mut list = List {
-        tensors: Vec::new(),
-        prefix,
-        layer: Some(layer),
-    };
+    let mut list = List { tensors: Vec::new(), prefix, layer: Some(layer) };
     list.matrix("embed_tokens.weight", (arch.vocab, arch.hidden), Role::Io);
-    list.matrix(
-        "shared_head.head.weight",
-        (arch.vocab, arch.hidden),
-        Role::Io,
-    );
+    list.matrix("shared_head.head.weight", (arch.vocab, arch.hidden), Role::Io);
     list.tensors
 }
 
@@ -126,43 +108,19 @@ fn decoder_layer(list: &mut List, arch: &Arch, layer: usize, kind: &LayerArch, r
 
     let query_rows = attention.heads * (attention.nope + attention.rope);
     let key_value_rows = attention.heads * (attention.nope + attention.value);
-    list.matrix(
-        "self_attn.q_a_proj.weight",
-        (attention.q_rank, hidden),
-        role,
-    );
+    list.matrix("self_attn.q_a_proj.weight", (attention.q_rank, hidden), role);
     list.vector("self_attn.q_a_layernorm.weight", attention.q_rank);
-    list.matrix(
-        "self_attn.q_b_proj.weight",
-        (query_rows, attention.q_rank),
-        role,
-    );
+    list.matrix("self_attn.q_b_proj.weight", (query_rows, attention.q_rank), role);
     let latent_rows = attention.kv_rank + attention.rope;
-    list.matrix(
-        "self_attn.kv_a_proj_with_mqa.weight",
-        (latent_rows, hidden),
-        role,
-    );
+    list.matrix("self_attn.kv_a_proj_with_mqa.weight", (latent_rows, hidden), role);
     list.vector("self_attn.kv_a_layernorm.weight", attention.kv_rank);
-    list.matrix(
-        "self_attn.kv_b_proj.weight",
-        (key_value_rows, attention.kv_rank),
-        role,
-    );
-    list.matrix(
-        "self_attn.o_proj.weight",
-        (hidden, attention.heads * attention.value),
-        role,
-    );
+    list.matrix("self_attn.kv_b_proj.weight", (key_value_rows, attention.kv_rank), role);
+    list.matrix("self_attn.o_proj.weight", (hidden, attention.heads * attention.value), role);
 
     if let (IndexerKind::Full, Some(indexer)) = (kind.indexer, &arch.indexer) {
         let [wq_b, wk, norm_weight, norm_bias, weights_proj] = indexer_names(layer);
         list.prefix.clear();
-        list.matrix(
-            &wq_b,
-            (indexer.heads * indexer.dim, attention.q_rank),
-            Role::Indexer,
-        );
+        list.matrix(&wq_b, (indexer.heads * indexer.dim, attention.q_rank), Role::Indexer);
         list.matrix(&wk, (indexer.dim, hidden), Role::Indexer);
         list.vector(&norm_weight, indexer.dim);
         list.vector(&norm_bias, indexer.dim);
@@ -205,11 +163,6 @@ impl List {
 
     fn push(&mut self, tail: &str, shape: Shape, role: Role) {
         let name = format!("{}{tail}", self.prefix);
-        self.tensors.push(Required {
-            name,
-            shape,
-            role,
-            layer: self.layer,
-        });
+        self.tensors.push(Required { name, shape, role, layer: self.layer });
     }
 }

@@ -56,18 +56,12 @@ impl Dtype {
 
     /// The type of this name, or `None` for one this engine has no use for.
     pub fn from_name(name: &str) -> Option<Dtype> {
-        Self::NAMES
-            .iter()
-            .find(|(known, _)| *known == name)
-            .map(|&(_, dtype)| dtype)
+        Self::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, dtype)| dtype)
     }
 
     /// The name in a safetensors header.
     pub fn name(self) -> &'static str {
-        Self::NAMES
-            .iter()
-            .find(|&&(_, dtype)| dtype == self)
-            .map_or("?", |&(name, _)| name)
+        Self::NAMES.iter().find(|&&(_, dtype)| dtype == self).map_or("?", |&(name, _)| name)
     }
 
     /// Bytes of one element.
@@ -105,11 +99,7 @@ pub struct TensorInfo {
 impl TensorInfo {
     /// The bytes of the tensor.
     pub fn span(&self) -> FileSpan {
-        FileSpan {
-            file: self.file,
-            offset: self.offset,
-            len: self.bytes,
-        }
+        FileSpan { file: self.file, offset: self.offset, len: self.bytes }
     }
 
     /// Type and shape for a message: `BF16 [64, 32]`.
@@ -137,9 +127,7 @@ impl TensorMap {
     pub fn open(dir: &Path) -> Result<TensorMap> {
         let paths = shard_paths(dir)?;
         if paths.is_empty() {
-            return Err(CheckpointError::NoShards {
-                dir: dir.to_owned(),
-            });
+            return Err(CheckpointError::NoShards { dir: dir.to_owned() });
         }
         let mut notes = Vec::new();
         let index = index::read(dir, &paths, &mut notes)?;
@@ -160,10 +148,7 @@ impl TensorMap {
         }
         map.hash = hasher.digest();
         if let Some(index) = index {
-            index
-                .check(&map)?
-                .into_iter()
-                .for_each(|note| map.notes.push(note));
+            index.check(&map)?.into_iter().for_each(|note| map.notes.push(note));
         }
         Ok(map)
     }
@@ -175,9 +160,7 @@ impl TensorMap {
 
     /// Names and tensors, in no particular order, without padding.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
-        self.tensors
-            .iter()
-            .map(|(name, tensor)| (name.as_str(), tensor))
+        self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor))
     }
 
     /// How many tensors there are, without padding.

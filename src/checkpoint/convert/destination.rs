@@ -1,0 +1,222 @@
+//! The directory a conversion writes into: whose it is, what is finished in it, and how files appear in it.
+
+use super::layout::{HASHES_KEY, PARAMETERS_KEY, SOURCE_KEY, ShardLayout, ShardPlan};
+use crate::checkpoint::UNFINISHED_NAME;
+use crate::checkpoint::config::read_small;
+use crate::checkpoint::error::{CheckpointError, Result, io_error};
+use crate::checkpoint::header;
+use crate::checkpoint::index::INDEX_NAME;
+use crate::checkpoint::tensors::shard_paths;
+use millstream_io::FileId;
+use serde_json::{Map, Value, json};
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+/// Files beside the shards that belong to the model and are copied with it.
+const COPIED: [&str; 11] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "LICENSE",
+];
+const TEMPORARY_PREFIX: &str = ".millstream-";
+const TEMPORARY_SUFFIX: &str = ".tmp";
+
+pub(crate) struct Destination {
+    dir: PathBuf,
+    /// What the marker of an unfinished conversion says.
+    marker: String,
+    /// Small files to copy: source path, name and bytes.
+    small_files: Vec<(&'static str, Vec<u8>)>,
+}
+
+impl Destination {
+    /// Makes `dst` if need be, refuses one with other contents, and removes what a killed run left half written.
+    pub fn prepare(
+        src: &Path,
+        dst: &Path,
+        shards: &[ShardPlan],
+        fingerprint: &str,
+        parameters: &str,
+    ) -> Result<Destination> {
+        fs::create_dir_all(dst).map_err(io_error("create", dst))?;
+        let marker = format!("{parameters} source={fingerprint}");
+        let mut small_files = Vec::new();
+        for name in COPIED {
+            let path = src.join(name);
+            if path.exists() {
+                small_files.push((name, read_small(&path)?));
+            }
+        }
+        let destination = Destination { dir: dst.to_owned(), marker, small_files };
+        destination.check_owner(shards)?;
+        destination.remove_leftovers()?;
+        Ok(destination)
+    }
+
+    /// Which shards of the plan are there already, whole.
+    pub fn finished(&self, shards: &[ShardPlan], layouts: &[ShardLayout]) -> Result<Vec<bool>> {
+        let mut finished = Vec::with_capacity(shards.len());
+        for (shard, layout) in shards.iter().zip(layouts) {
+            let path = self.dir.join(&shard.file_name);
+            finished.push(path.exists() && self.is_finished(&path, layout)?);
+        }
+        Ok(finished)
+    }
+
+    pub fn check_space(&self, shard_bytes: u64, free_bytes: Option<u64>) -> Result<()> {
+        let small_bytes: u64 = self.small_files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
+        let needed = shard_bytes + small_bytes;
+        let available = match free_bytes {
+            Some(bytes) => bytes,
+            None => millstream_io::free_bytes(&self.dir).map_err(io_error("ask the free space of", &self.dir))?,
+        };
+        if shard_bytes > 0 && needed > available {
+            return Err(CheckpointError::NoSpace { dir: self.dir.clone(), needed, available });
+        }
+        Ok(())
+    }
+
+    /// Marks the directory as unfinished, so that it does not open as a model until it is one.
+    pub fn begin(&self) -> Result<()> {
+        self.write_small(UNFINISHED_NAME, format!("{}\n", json!({ "conversion": self.marker })).as_bytes())
+    }
+
+    /// Where to write a file before it gets its name.
+    pub fn temporary(&self, name: &str) -> PathBuf {
+        self.dir.join(format!("{TEMPORARY_PREFIX}{}{TEMPORARY_SUFFIX}", name.trim_start_matches('.')))
+    }
+
+    /// Gives a durable file its name.
+    pub fn publish(&self, temporary: &Path, name: &str) -> Result<()> {
+        let path = self.dir.join(name);
+        fs::rename(temporary, &path).map_err(io_error("rename", temporary))?;
+        self.sync()
+    }
+
+    /// Adds the small files and the index.
+    pub fn add_small_files(&self, shards: &[ShardPlan]) -> Result<()> {
+        for (name, bytes) in &self.small_files {
+            self.write_small(name, bytes)?;
+        }
+        self.write_small(INDEX_NAME, self.index(shards)?.as_bytes())
+    }
+
+    /// Takes the mark of [`Destination::begin`] away: the directory is a model.
+    pub fn end(&self) -> Result<()> {
+        let marker = self.dir.join(UNFINISHED_NAME);
+        fs::remove_file(&marker).map_err(io_error("remove", &marker))?;
+        self.sync()
+    }
+
+    /// Whatever is in the directory must be of this conversion: same source, same parameters, no other shards.
+    fn check_owner(&self, shards: &[ShardPlan]) -> Result<()> {
+        let marker = self.dir.join(UNFINISHED_NAME);
+        let mut ours = false;
+        if marker.exists() {
+            let value: Value = serde_json::from_slice(&read_small(&marker)?).unwrap_or_default();
+            self.check_parameters(value["conversion"].as_str().unwrap_or("an unreadable record"))?;
+            ours = true;
+        }
+        for path in shard_paths(&self.dir)? {
+            let planned = shards.iter().any(|shard| path.ends_with(&shard.file_name));
+            let metadata = header::read(&path, FileId(0))?.metadata;
+            match (metadata.get(PARAMETERS_KEY), metadata.get(SOURCE_KEY)) {
+                (Some(parameters), Some(source)) => {
+                    self.check_parameters(&format!("{parameters} source={source}"))?;
+                }
+                _ => return Err(self.occupied(path)),
+            }
+            if !planned {
+                return Err(self.occupied(path));
+            }
+            ours = true;
+        }
+        for (name, bytes) in &self.small_files {
+            let path = self.dir.join(name);
+            if !ours && path.exists() && read_small(&path)? != *bytes {
+                return Err(self.occupied(path));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_parameters(&self, found: &str) -> Result<()> {
+        if found == self.marker {
+            return Ok(());
+        }
+        let (wanted, found) = (self.marker.clone(), found.to_owned());
+        Err(CheckpointError::ConvertDiffers { dir: self.dir.clone(), wanted, found })
+    }
+
+    fn occupied(&self, file: PathBuf) -> CheckpointError {
+        CheckpointError::ConvertOccupied { dir: self.dir.clone(), file }
+    }
+
+    fn remove_leftovers(&self) -> Result<()> {
+        for entry in fs::read_dir(&self.dir).map_err(io_error("list", &self.dir))? {
+            let path = entry.map_err(io_error("list", &self.dir))?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if name.starts_with(TEMPORARY_PREFIX) && name.ends_with(TEMPORARY_SUFFIX) {
+                fs::remove_file(&path).map_err(io_error("remove", &path))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A shard has its name only when it is whole; its header must be the planned one, whatever its hashes.
+    fn is_finished(&self, path: &Path, layout: &ShardLayout) -> Result<bool> {
+        let metadata = header::read(path, FileId(0))?.metadata;
+        let hashes: Map<String, Value> =
+            metadata.get(HASHES_KEY).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
+        let hash = |name: &String| u64::from_str_radix(hashes.get(name)?.as_str()?, 16).ok();
+        let Some(hashes) = layout.run_names().iter().map(hash).collect::<Option<Vec<u64>>>() else {
+            return Err(self.occupied(path.to_owned()));
+        };
+        let planned = layout.header(&hashes);
+        let mut found = Vec::with_capacity(planned.len());
+        let file = File::open(path).map_err(io_error("open", path))?;
+        file.take(planned.len() as u64).read_to_end(&mut found).map_err(io_error("read", path))?;
+        if found != planned {
+            return Err(self.occupied(path.to_owned()));
+        }
+        Ok(true)
+    }
+
+    fn index(&self, shards: &[ShardPlan]) -> Result<String> {
+        let mut weight_map = std::collections::BTreeMap::new();
+        let mut total = 0;
+        for shard in shards {
+            let path = self.dir.join(&shard.file_name);
+            for (name, tensor) in header::read(&path, FileId(0))?.tensors {
+                if !name.starts_with(crate::checkpoint::tensors::PAD_PREFIX) {
+                    total += tensor.bytes;
+                    weight_map.insert(name, shard.file_name.clone());
+                }
+            }
+        }
+        let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+        Ok(format!("{}\n", serde_json::to_string_pretty(&index).unwrap_or_default()))
+    }
+
+    fn write_small(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let temporary = self.temporary(name);
+        let mut file = File::create(&temporary).map_err(io_error("create", &temporary))?;
+        file.write_all(bytes).map_err(io_error("write", &temporary))?;
+        file.sync_all().map_err(io_error("sync", &temporary))?;
+        self.publish(&temporary, name)
+    }
+
+    fn sync(&self) -> Result<()> {
+        let dir = File::open(&self.dir).map_err(io_error("open", &self.dir))?;
+        dir.sync_all().map_err(io_error("sync", &self.dir))
+    }
+}

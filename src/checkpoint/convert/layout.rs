@@ -1,0 +1,304 @@
+//! Where a converted shard puts its tensors, and the header that says so. Pure arithmetic on names and sizes.
+//!
+//! A run is what is read at once: an expert's weights and then its scales, or one dense matrix with its scales. Expert
+//! runs begin on sectors, the first of a shard on a huge page, so that a direct read of a run moves nothing else.
+
+use crate::checkpoint::container::{FP8_SCALES_SUFFIX, MatrixSource, SCALES_SUFFIX, stamp_name};
+use crate::checkpoint::header::STAMP_KEY;
+use crate::checkpoint::tensors::{Dtype, PAD_PREFIX};
+use crate::kernels::Format;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+
+/// Alignment of an expert's run in the file.
+pub const RUN_ALIGN: u64 = 4096;
+/// Alignment of the first expert of a shard.
+pub const EXPERTS_ALIGN: u64 = 2 << 20;
+/// Metadata key of the layout's version.
+pub(crate) const VERSION_KEY: &str = "millstream.version";
+/// Metadata key of the fingerprint of the source.
+pub(crate) const SOURCE_KEY: &str = "millstream.source";
+/// Metadata key of the conversion's parameters.
+pub(crate) const PARAMETERS_KEY: &str = "millstream.parameters";
+/// Metadata key of the hashes of all runs: a JSON map from a run's name to 16 hexadecimal digits of XXH3-64 over its
+/// bytes in the file.
+pub const HASHES_KEY: &str = "millstream.xxh3";
+const VERSION: &str = "1";
+
+/// One weight to write.
+#[derive(Clone, Debug)]
+pub(crate) struct Item {
+    pub name: String,
+    /// Shape in the source; a vector has one dimension.
+    pub shape: Vec<u64>,
+    /// Where the values come from; a vector is a matrix of one row.
+    pub source: MatrixSource,
+    pub target: Format,
+}
+
+impl Item {
+    fn rows_cols(&self) -> (usize, usize) {
+        (self.source.spec.rows, self.source.spec.cols)
+    }
+
+    pub fn data_bytes(&self) -> u64 {
+        let (rows, cols) = self.rows_cols();
+        self.target.data_bytes(rows, cols) as u64
+    }
+
+    pub fn scale_count(&self) -> u64 {
+        let (rows, cols) = self.rows_cols();
+        self.target.scale_count(rows, cols) as u64
+    }
+
+    fn weight_type(&self) -> (Dtype, Vec<u64>) {
+        match self.target {
+            Format::F32 => (Dtype::F32, self.shape.clone()),
+            Format::Bf16 => (Dtype::Bf16, self.shape.clone()),
+            Format::F16 => (Dtype::F16, self.shape.clone()),
+            Format::Fp8Block => (Dtype::F8E4M3, self.shape.clone()),
+            _ => (Dtype::U8, vec![self.data_bytes()]),
+        }
+    }
+
+    fn scales_type(&self) -> (String, Vec<u64>) {
+        if self.target == Format::Fp8Block {
+            let (rows, cols) = self.rows_cols();
+            let blocks = vec![rows.div_ceil(128) as u64, cols.div_ceil(128) as u64];
+            return (format!("{}{FP8_SCALES_SUFFIX}", self.name), blocks);
+        }
+        (format!("{}{SCALES_SUFFIX}", self.name), vec![self.scale_count()])
+    }
+}
+
+/// Weights that lie together: first the weights of all items, then their scales, in the same order.
+#[derive(Clone, Debug)]
+pub(crate) struct Run {
+    pub name: String,
+    pub items: Vec<Item>,
+}
+
+/// A shard to be written.
+#[derive(Clone, Debug)]
+pub(crate) struct ShardPlan {
+    pub file_name: String,
+    /// Whether its runs are experts, which are aligned for direct reads.
+    pub experts: bool,
+    pub runs: Vec<Run>,
+}
+
+/// A part of a run in the order of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// So many zero bytes.
+    Pad(u64),
+    /// The weights of item number so-and-so of the run.
+    Weights(usize),
+    /// Its scales.
+    Scales(usize),
+}
+
+/// A run with its place in the file.
+#[derive(Clone, Debug)]
+pub(crate) struct PlacedRun {
+    /// Absolute offset of its first byte.
+    pub offset: u64,
+    /// Its bytes in order, without the padding before it.
+    pub parts: Vec<Part>,
+}
+
+/// A shard with every byte accounted for.
+#[derive(Clone, Debug)]
+pub(crate) struct ShardLayout {
+    /// First byte of the data, a multiple of 4,096.
+    pub data_start: u64,
+    /// Length of the file, a multiple of 4,096 for experts.
+    pub file_bytes: u64,
+    pub runs: Vec<PlacedRun>,
+    entries: Map<String, Value>,
+    metadata: BTreeMap<&'static str, String>,
+    run_names: Vec<String>,
+}
+
+impl ShardLayout {
+    /// Places the runs of `plan`. `source` and `parameters` go into the metadata.
+    pub fn new(plan: &ShardPlan, source: &str, parameters: &str) -> ShardLayout {
+        let mut metadata = BTreeMap::new();
+        metadata.insert(VERSION_KEY, VERSION.to_owned());
+        metadata.insert(SOURCE_KEY, source.to_owned());
+        metadata.insert(PARAMETERS_KEY, parameters.to_owned());
+        let items = || plan.runs.iter().flat_map(|run| &run.items);
+        let stamps: BTreeMap<&str, &str> = items()
+            .filter(|item| item.weight_type().0 == Dtype::U8)
+            .map(|item| (item.name.as_str(), stamp_name(item.target)))
+            .collect();
+        metadata.insert(STAMP_KEY, json!(stamps).to_string());
+        let run_names: Vec<String> = plan.runs.iter().map(|run| run.name.clone()).collect();
+
+        // The header's length depends on the offsets in it, and they on its length: grow the room until it fits.
+        let mut data_start = RUN_ALIGN;
+        loop {
+            let mut layout = Placement::new(plan, data_start).finish();
+            layout.metadata = metadata.clone();
+            layout.run_names = run_names.clone();
+            let needed = 8 + layout.json(&vec![0; run_names.len()]).len() as u64;
+            if needed <= data_start {
+                return layout;
+            }
+            data_start = needed.next_multiple_of(RUN_ALIGN);
+        }
+    }
+
+    /// The file's first `data_start` bytes, with the hashes of the runs in order. Their values do not change its length.
+    pub fn header(&self, hashes: &[u64]) -> Vec<u8> {
+        let json = self.json(hashes);
+        let mut bytes = (self.data_start - 8).to_le_bytes().to_vec();
+        bytes.extend_from_slice(json.as_bytes());
+        bytes.resize(self.data_start as usize, b' ');
+        bytes
+    }
+
+    /// Names of the runs, in order.
+    pub fn run_names(&self) -> &[String] {
+        &self.run_names
+    }
+
+    fn json(&self, hashes: &[u64]) -> String {
+        let hex: Map<String, Value> = self
+            .run_names
+            .iter()
+            .zip(hashes)
+            .map(|(name, hash)| (name.clone(), json!(format!("{hash:016x}"))))
+            .collect();
+        let mut metadata = self.metadata.clone();
+        metadata.insert(HASHES_KEY, Value::Object(hex).to_string());
+        let mut header = Map::new();
+        header.insert("__metadata__".to_owned(), json!(metadata));
+        header.extend(self.entries.clone());
+        Value::Object(header).to_string()
+    }
+}
+
+struct Placement<'a> {
+    plan: &'a ShardPlan,
+    data_start: u64,
+    end: u64,
+    pads: usize,
+    entries: Map<String, Value>,
+}
+
+impl Placement<'_> {
+    fn new(plan: &ShardPlan, data_start: u64) -> Placement<'_> {
+        Placement { plan, data_start, end: data_start, pads: 0, entries: Map::new() }
+    }
+
+    fn finish(mut self) -> ShardLayout {
+        let mut runs = Vec::with_capacity(self.plan.runs.len());
+        for (number, run) in self.plan.runs.iter().enumerate() {
+            let align = match (self.plan.experts, number) {
+                (true, 0) => EXPERTS_ALIGN,
+                (true, _) => RUN_ALIGN,
+                (false, _) => 64,
+            };
+            self.pad(align);
+            let offset = self.end;
+            runs.push(PlacedRun { offset, parts: self.place(run) });
+        }
+        if self.plan.experts {
+            // A direct read of the last run ends on a sector too.
+            self.pad(RUN_ALIGN);
+        }
+        ShardLayout {
+            data_start: self.data_start,
+            file_bytes: self.end,
+            runs,
+            entries: self.entries,
+            metadata: BTreeMap::new(),
+            run_names: Vec::new(),
+        }
+    }
+
+    fn place(&mut self, run: &Run) -> Vec<Part> {
+        let mut parts = Vec::new();
+        for (number, item) in run.items.iter().enumerate() {
+            let (dtype, shape) = item.weight_type();
+            parts.extend(self.pad(dtype.bytes()));
+            self.entry(item.name.clone(), dtype, shape, item.data_bytes());
+            parts.push(Part::Weights(number));
+        }
+        for (number, item) in run.items.iter().enumerate().filter(|(_, item)| item.scale_count() > 0) {
+            let (name, shape) = item.scales_type();
+            parts.extend(self.pad(4));
+            self.entry(name, Dtype::F32, shape, 4 * item.scale_count());
+            parts.push(Part::Scales(number));
+        }
+        parts
+    }
+
+    /// Fills up to a multiple of `align` with a tensor that nothing reads.
+    fn pad(&mut self, align: u64) -> Option<Part> {
+        let bytes = self.end.next_multiple_of(align) - self.end;
+        if bytes == 0 {
+            return None;
+        }
+        let stem = self.plan.file_name.trim_end_matches(".safetensors");
+        self.entry(format!("{PAD_PREFIX}{stem}.{}", self.pads), Dtype::U8, vec![bytes], bytes);
+        self.pads += 1;
+        Some(Part::Pad(bytes))
+    }
+
+    fn entry(&mut self, name: String, dtype: Dtype, shape: Vec<u64>, bytes: u64) {
+        let begin = self.end - self.data_start;
+        self.end += bytes;
+        let entry = json!({"dtype": dtype.name(), "shape": shape, "data_offsets": [begin, begin + bytes]});
+        self.entries.insert(name, entry);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::MatrixSpec;
+    use millstream_io::{FileId, FileSpan};
+
+    fn item(name: &str, rows: usize, cols: usize, target: Format) -> Item {
+        let spec = MatrixSpec { format: Format::Bf16, rows, cols };
+        let data = FileSpan { file: FileId(0), offset: 0, len: spec.data_bytes() as u64 };
+        let source = MatrixSource { spec, data, scales: None };
+        Item { name: name.to_owned(), shape: vec![rows as u64, cols as u64], source, target }
+    }
+
+    fn experts(count: usize, hidden: usize, width: usize, target: Format) -> ShardPlan {
+        let run = |number: usize| Run {
+            name: format!("expert.{number}"),
+            items: vec![
+                item(&format!("{number}.gate"), width, hidden, target),
+                item(&format!("{number}.up"), width, hidden, target),
+                item(&format!("{number}.down"), hidden, width, target),
+            ],
+        };
+        ShardPlan { file_name: "out.safetensors".to_owned(), experts: true, runs: (0..count).map(run).collect() }
+    }
+
+    #[test]
+    fn glm_5_2_experts_need_no_padding_between_them() {
+        let layout = ShardLayout::new(&experts(256, 6144, 2048, Format::Int4Row), "s", "p");
+        let offsets: Vec<u64> = layout.runs.iter().map(|run| run.offset).collect();
+        let expected: Vec<u64> = (0..256).map(|expert| (2 << 20) + expert * 4618 * 4096).collect();
+        assert_eq!(offsets, expected);
+        assert_eq!(layout.file_bytes, (2 << 20) + 256 * 4618 * 4096);
+    }
+
+    #[test]
+    fn odd_shapes_are_padded_to_sectors_and_the_header_fits() {
+        let layout = ShardLayout::new(&experts(3, 7, 5, Format::Int4Row), "s", "p");
+        assert!(layout.runs.iter().all(|run| run.offset % 4096 == 0));
+        // 5 x 4 bytes twice and 7 x 3 bytes of weights are 61; scales begin at the next multiple of 4.
+        let parts = &layout.runs[0].parts;
+        assert_eq!(parts[..4], [Part::Weights(0), Part::Weights(1), Part::Weights(2), Part::Pad(3)]);
+        assert_eq!(parts[4..], [Part::Scales(0), Part::Scales(1), Part::Scales(2)]);
+        let header = layout.header(&[1, 2, 3]);
+        assert_eq!(header.len() as u64, layout.data_start);
+        assert_eq!(header.len(), layout.header(&[u64::MAX; 3]).len());
+    }
+}

@@ -1,0 +1,138 @@
+//! What a conversion is asked to do.
+
+use crate::checkpoint::container::GROUP_SIZES;
+use crate::checkpoint::error::{CheckpointError, Result};
+use crate::checkpoint::required::Role;
+use crate::kernels::Format;
+use std::fmt;
+use std::str::FromStr;
+
+/// Bits of a stored weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// `Int2Row`.
+    Bits2,
+    /// `Int4Row`, or `Int4Group` when a group is asked for.
+    Bits4,
+    /// `Int8Row`.
+    Bits8,
+    /// BF16; a source in F16 stays F16, so that 16-bit sources are kept bit for bit.
+    Bits16,
+}
+
+impl fmt::Display for Width {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Width::Bits2 => "2",
+            Width::Bits4 => "4",
+            Width::Bits8 => "8",
+            Width::Bits16 => "16",
+        })
+    }
+}
+
+impl FromStr for Width {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Width, String> {
+        match text {
+            "2" => Ok(Width::Bits2),
+            "4" => Ok(Width::Bits4),
+            "8" => Ok(Width::Bits8),
+            "16" => Ok(Width::Bits16),
+            _ => Err(format!("a width is 2, 4, 8 or 16, not {text}")),
+        }
+    }
+}
+
+/// Precision of each kind of weight in the container. Norms, biases and the router are always F32.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConvertOptions {
+    /// Routed experts of the decoder layers.
+    pub experts: Width,
+    /// Attention, dense MLPs and shared experts of the decoder layers.
+    pub dense: Width,
+    /// Embeddings and output head.
+    pub io_bits: Width,
+    /// The MTP layer, its experts included.
+    pub mtp: Width,
+    /// The sparse-attention indexer, the MTP layer's too.
+    pub indexer: Width,
+    /// Columns that share a scale in every 4-bit weight; `None` is one scale a row.
+    pub group: Option<u16>,
+    /// Keep every weight as the source has it, bit for bit, and change only the layout. The widths are then not used.
+    pub repack: bool,
+    /// Take the destination to have this many bytes free, instead of asking its file system.
+    pub free_bytes: Option<u64>,
+}
+
+impl Default for ConvertOptions {
+    /// The precision of the published int4 containers.
+    fn default() -> Self {
+        ConvertOptions {
+            experts: Width::Bits4,
+            dense: Width::Bits4,
+            io_bits: Width::Bits8,
+            mtp: Width::Bits8,
+            indexer: Width::Bits8,
+            group: None,
+            repack: false,
+            free_bytes: None,
+        }
+    }
+}
+
+impl ConvertOptions {
+    /// Everything that decides the output's bytes, as one line.
+    pub fn parameters(&self) -> String {
+        if self.repack {
+            return "repack".to_owned();
+        }
+        let group = self.group.map_or("row".to_owned(), |group| group.to_string());
+        format!(
+            "experts={} dense={} io={} mtp={} indexer={} group={group}",
+            self.experts, self.dense, self.io_bits, self.mtp, self.indexer
+        )
+    }
+
+    /// Refuses a group that no reader would recognize, or that nothing would use.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Some(group) = self.group else { return Ok(()) };
+        let fault = |expected: String, found: String| {
+            Err(CheckpointError::ConvertOptions { what: "group".to_owned(), expected, found })
+        };
+        if !GROUP_SIZES.contains(&group) {
+            return fault(format!("one of {GROUP_SIZES:?}"), group.to_string());
+        }
+        let widths = [self.experts, self.dense, self.io_bits, self.mtp, self.indexer];
+        if self.repack || !widths.contains(&Width::Bits4) {
+            let expected = format!("a 4-bit width for groups of {group} to apply to");
+            return fault(expected, self.parameters());
+        }
+        Ok(())
+    }
+
+    /// The format for a weight of this role, `cols` wide and stored as `source`.
+    pub(crate) fn target(&self, role: Role, experts: bool, cols: usize, source: Format) -> Format {
+        if self.repack {
+            return source;
+        }
+        let width = match role {
+            Role::Exact => return Format::F32,
+            Role::Io => self.io_bits,
+            Role::Indexer => self.indexer,
+            Role::Mtp => self.mtp,
+            Role::Dense if experts => self.experts,
+            Role::Dense => self.dense,
+        };
+        match (width, self.group) {
+            (Width::Bits2, _) => Format::Int2Row,
+            // One group a row is the same bytes as a scale a row, and has that name.
+            (Width::Bits4, Some(group)) if cols > group.into() => Format::Int4Group { group },
+            (Width::Bits4, _) => Format::Int4Row,
+            (Width::Bits8, _) => Format::Int8Row,
+            (Width::Bits16, _) if source == Format::F16 => Format::F16,
+            (Width::Bits16, _) => Format::Bf16,
+        }
+    }
+}

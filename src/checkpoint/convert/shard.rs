@@ -1,0 +1,214 @@
+//! Writing one shard: read, decode, encode and hash, a bounded number of rows at a time.
+
+use super::layout::{Item, Part, ShardLayout, ShardPlan};
+use crate::checkpoint::error::{CheckpointError, Result, io_error};
+use crate::checkpoint::tensors::TensorMap;
+use crate::kernels::{EncodeError, FP8_BLOCK, Format, Kernels, MatrixSpec, WeightRef, encode};
+use millstream_io::FileSpan;
+use rayon::prelude::*;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use xxhash_rust::xxh3::Xxh3;
+
+/// Weights decoded at a time: bounds the memory of a conversion, whatever the size of a matrix.
+const CHUNK_WEIGHTS: usize = 4 << 20;
+const WRITE_BUFFER_BYTES: usize = 1 << 20;
+
+/// Writes the shard to `temporary`, whole and durable. `written` is told the bytes as they are added.
+pub(crate) fn write(
+    plan: &ShardPlan,
+    layout: &ShardLayout,
+    source: &TensorMap,
+    temporary: &Path,
+    written: &mut dyn FnMut(u64),
+) -> Result<()> {
+    let file = File::create(temporary).map_err(io_error("create", temporary))?;
+    let mut writer = Writer {
+        buffer: BufWriter::with_capacity(WRITE_BUFFER_BYTES, &file),
+        path: temporary,
+        at: 0,
+        hash: Xxh3::new(),
+        written,
+    };
+    writer.put(&layout.header(&vec![0; layout.runs.len()]))?;
+    let mut hashes = Vec::with_capacity(layout.runs.len());
+    let mut scratch = Scratch::new(source);
+    for (run, placed) in plan.runs.iter().zip(&layout.runs) {
+        writer.zeros(placed.offset - writer.at)?;
+        writer.hash.reset();
+        let mut scales: Vec<Vec<u8>> = vec![Vec::new(); run.items.len()];
+        for part in &placed.parts {
+            match *part {
+                Part::Pad(bytes) => writer.zeros(bytes)?,
+                Part::Weights(number) => scales[number] = scratch.weights(&run.items[number], &mut writer)?,
+                Part::Scales(number) => writer.put(&scales[number])?,
+            }
+        }
+        hashes.push(writer.hash.digest());
+    }
+    writer.zeros(layout.file_bytes - writer.at)?;
+    writer.buffer.flush().map_err(io_error("write", temporary))?;
+    drop(writer);
+    file.write_all_at(&layout.header(&hashes), 0).map_err(io_error("write", temporary))?;
+    file.sync_all().map_err(io_error("sync", temporary))
+}
+
+struct Writer<'a> {
+    buffer: BufWriter<&'a File>,
+    path: &'a Path,
+    at: u64,
+    hash: Xxh3,
+    written: &'a mut dyn FnMut(u64),
+}
+
+impl Writer<'_> {
+    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.buffer.write_all(bytes).map_err(io_error("write", self.path))?;
+        self.hash.update(bytes);
+        self.at += bytes.len() as u64;
+        (self.written)(bytes.len() as u64);
+        Ok(())
+    }
+
+    fn zeros(&mut self, mut bytes: u64) -> Result<()> {
+        const ZEROS: [u8; 4096] = [0; 4096];
+        while bytes > 0 {
+            let now = bytes.min(ZEROS.len() as u64);
+            self.put(&ZEROS[..now as usize])?;
+            bytes -= now;
+        }
+        Ok(())
+    }
+}
+
+/// Buffers that live as long as a shard, and the source files it reads.
+struct Scratch<'a> {
+    source: &'a TensorMap,
+    open: Option<(u32, File)>,
+    input: Vec<u8>,
+    input_scales: Vec<u8>,
+    output: Vec<u8>,
+    output_scales: Vec<f32>,
+}
+
+impl<'a> Scratch<'a> {
+    fn new(source: &'a TensorMap) -> Self {
+        let (input, input_scales, output, output_scales) = Default::default();
+        Scratch { source, open: None, input, input_scales, output, output_scales }
+    }
+
+    /// Writes the weights of `item` in its target format and returns its scales, little-endian.
+    fn weights(&mut self, item: &Item, writer: &mut Writer) -> Result<Vec<u8>> {
+        let MatrixSpec { format, rows, cols } = item.source.spec;
+        let mut scales = Vec::with_capacity(4 * item.scale_count() as usize);
+        // FP8 scales cover blocks of rows, so that a chunk begins on a block.
+        let chunk_rows = (CHUNK_WEIGHTS / cols.max(1)).next_multiple_of(FP8_BLOCK);
+        let mut start = 0;
+        while start < rows {
+            let count = chunk_rows.min(rows - start);
+            let spec = MatrixSpec { format, rows: count, cols };
+            let data_at = format.data_bytes(start, cols) as u64;
+            let scales_at = 4 * format.scale_count(start, cols) as u64;
+            let data = slice(item.source.data, data_at, spec.data_bytes());
+            let buffer = std::mem::take(&mut self.input);
+            self.input = self.read(data, buffer)?;
+            self.input_scales.clear();
+            if let Some(span) = item.source.scales {
+                let span = slice(span, scales_at, spec.scale_bytes());
+                let buffer = std::mem::take(&mut self.input_scales);
+                self.input_scales = self.read(span, buffer)?;
+            }
+            if item.target == format {
+                writer.put(&self.input)?;
+                scales.extend_from_slice(&self.input_scales);
+            } else {
+                self.encode(item, spec, start)?;
+                writer.put(&self.output)?;
+                scales.extend(self.output_scales.iter().flat_map(|scale| scale.to_le_bytes()));
+            }
+            start += count;
+        }
+        Ok(scales)
+    }
+
+    /// Re-encodes the rows of `input` into `output` and `output_scales`.
+    fn encode(&mut self, item: &Item, spec: MatrixSpec, first_row: usize) -> Result<()> {
+        let (target, cols) = (item.target, spec.cols);
+        let weights = WeightRef::new(spec, &self.input, &self.input_scales);
+        let row_bytes = target.row_bytes(cols);
+        let row_scales = target.scale_count(1, cols);
+        // Every byte is overwritten, but a row without scales still needs a place to stand for it.
+        self.output.resize(spec.rows * row_bytes, 0);
+        self.output_scales.resize(spec.rows * row_scales.max(1), 0.0);
+        let kernels = Kernels::best();
+        let encoded = self
+            .output
+            .par_chunks_mut(row_bytes)
+            .zip(self.output_scales.par_chunks_mut(row_scales.max(1)))
+            .enumerate()
+            .map_init(
+                || vec![0f32; cols],
+                |values, (row, (data, scales))| {
+                    kernels.decode_row(&weights, row, values);
+                    encode_row(target, values, data, scales).err().map(|(col, value)| (row, col, value))
+                },
+            )
+            .find_map_first(|fault| fault);
+        if row_scales == 0 {
+            self.output_scales.clear();
+        }
+        match encoded {
+            None => Ok(()),
+            Some((row, col, value)) => Err(CheckpointError::NotFinite {
+                file: self.source.path(item.source.data.file).to_owned(),
+                tensor: item.name.clone(),
+                row: first_row + row,
+                col,
+                value,
+            }),
+        }
+    }
+
+    fn read(&mut self, span: FileSpan, mut buffer: Vec<u8>) -> Result<Vec<u8>> {
+        let path = self.source.path(span.file);
+        let file = match &mut self.open {
+            Some((id, file)) if *id == span.file.0 => file,
+            other => &mut other.insert((span.file.0, File::open(path).map_err(io_error("open", path))?)).1,
+        };
+        buffer.resize(span.len as usize, 0);
+        file.read_exact_at(&mut buffer, span.offset).map_err(io_error("read", path))?;
+        Ok(buffer)
+    }
+}
+
+fn slice(span: FileSpan, at: u64, len: usize) -> FileSpan {
+    FileSpan { file: span.file, offset: span.offset + at, len: len as u64 }
+}
+
+/// Encodes one row; the error is the column and value that cannot be stored. F32 takes any value as it is.
+fn encode_row(
+    target: Format,
+    values: &[f32],
+    data: &mut [u8],
+    scales: &mut [f32],
+) -> std::result::Result<(), (usize, f32)> {
+    let check = |finite: bool, col: usize, value: f32| if finite { Ok(()) } else { Err((col, value)) };
+    match target {
+        Format::F32 => {
+            data.chunks_exact_mut(4).zip(values).for_each(|(out, value)| out.copy_from_slice(&value.to_le_bytes()));
+            Ok(())
+        }
+        Format::Bf16 => data.chunks_exact_mut(2).zip(values).enumerate().try_for_each(|(col, (out, &value))| {
+            let half = half::bf16::from_f32(value);
+            out.copy_from_slice(&half.to_le_bytes());
+            check(half.is_finite(), col, value)
+        }),
+        _ => match encode(target, values.len(), values, data, scales) {
+            Ok(()) => Ok(()),
+            Err(EncodeError::NotFinite { index, value }) => Err((index, value)),
+            Err(other) => unreachable!("{other}: a plan holds integer formats, F32, BF16 and formats of the source"),
+        },
+    }
+}
