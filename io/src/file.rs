@@ -341,6 +341,24 @@ impl FileSet {
             .find(|file| self.source(*file).direct)
     }
 
+    /// What one call through the page cache returns: bytes, all there are, or a negative errno. For the simulator.
+    pub(crate) fn read_once(&self, file: FileId, offset: u64, buf: &mut [u8]) -> i32 {
+        let mut got = 0;
+        while got < buf.len() {
+            match self
+                .entry(file)
+                .plain
+                .read_at(&mut buf[got..], offset + got as u64)
+            {
+                Ok(0) => break,
+                Ok(count) => got += count,
+                Err(error) if Errno::of(&error).kind() == ErrnoKind::Interrupted => {}
+                Err(error) => return -Errno::of(&error).0,
+            }
+        }
+        i32::try_from(got).unwrap_or(i32::MAX)
+    }
+
     /// The kernel refused a direct read of `file`: from now on the file is read through the page cache, with one
     /// warning. The direct descriptor stays open for the reads that still use it.
     ///
@@ -501,7 +519,7 @@ fn examine(file: &File) -> Result<(Access, Option<String>), IoError> {
         return Ok((Access::SilentlyBuffered { why }, None));
     }
     let fs = file_system(file);
-    if stated.is_none() && (fs == libc::TMPFS_MAGIC as i64 || fs == RAMFS_MAGIC) {
+    if stated.is_none() && (fs == libc::TMPFS_MAGIC || fs == RAMFS_MAGIC) {
         return Ok((
             Access::SilentlyBuffered {
                 why: "the file system keeps files in memory".to_owned(),

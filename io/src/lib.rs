@@ -14,7 +14,7 @@ pub mod pool;
 pub mod sector;
 pub mod space;
 
-pub use device::sim::SimFault;
+pub use device::sim::{SimConfig, SimFault, sim_device};
 pub use device::{
     Completion, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, Priority,
     Read, RejectReason, Rejected, Wait, open_device,

@@ -30,6 +30,8 @@ pub const RING_ENTRIES: u32 = 256;
 pub const RING_ENTRIES_MIN: u32 = 2;
 /// Largest ring the kernel offers.
 pub const RING_ENTRIES_MAX: u32 = 32768;
+/// Kernel workers that serve buffered reads of a ring.
+pub const RING_BUFFERED_WORKERS: u32 = 8;
 /// Reads queued and in flight together, by default.
 pub const QUEUE_READS: usize = 256;
 /// Most reads a queue may hold.
