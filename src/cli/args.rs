@@ -5,7 +5,10 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
 
-use crate::engine::{Activations, AttentionForm, DeviceKind, Dsa, IoMode, Isa};
+use millstream_io::{DeviceKind, IoMode};
+
+use crate::engine::{Activations, AttentionForm, Dsa};
+use crate::kernels::Isa;
 
 use super::size;
 
@@ -89,7 +92,8 @@ pub struct RunArgs {
     /// Tokens of context, prompt and answer together [default: what prompt and -n need]
     #[arg(short, long, visible_alias = "context", value_name = "N", value_parser = parse_context)]
     pub ctx_size: Option<usize>,
-    /// Memory for the expert cache, as a size or auto [default: auto]
+    /// Memory the whole program may use, as a size or auto; experts are cached in what weights and context leave
+    /// [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = parse_ram)]
     pub ram: Option<Ram>,
     /// How files are read: auto, direct (around the page cache, or fail) or buffered [default: auto]
@@ -102,13 +106,13 @@ pub struct RunArgs {
     #[arg(long, value_name = "SET", value_parser = parse_kernels)]
     pub kernels: Option<KernelChoice>,
     /// Arithmetic of quantized layers: int8 (fast) or f32 (exact) [default: int8]
-    #[arg(long, value_name = "KIND")]
+    #[arg(long, value_name = "KIND", value_parser = |text: &str| ACTIVATIONS.parse(text))]
     pub activations: Option<Activations>,
     /// Form of attention: auto, absorbed or explicit [default: auto]
-    #[arg(long, value_name = "FORM")]
+    #[arg(long, value_name = "FORM", value_parser = |text: &str| ATTENTION.parse(text))]
     pub attention: Option<AttentionForm>,
     /// Sparse attention: auto, on or off [default: auto]
-    #[arg(long, value_name = "WHEN")]
+    #[arg(long, value_name = "WHEN", value_parser = |text: &str| DSA.parse(text))]
     pub dsa: Option<Dsa>,
     /// Print one JSON object with answer and statistics instead of text
     #[arg(long)]
@@ -204,6 +208,37 @@ impl fmt::Display for KernelChoice {
     }
 }
 
+/// The values of a setting, by the names people type.
+pub struct Choices<T: 'static>(&'static [(&'static str, T)]);
+
+/// `--activations`.
+pub const ACTIVATIONS: Choices<Activations> = Choices(&[("int8", Activations::Int8), ("f32", Activations::F32)]);
+/// `--attention`.
+pub const ATTENTION: Choices<AttentionForm> = Choices(&[
+    ("auto", AttentionForm::Auto),
+    ("absorbed", AttentionForm::Absorbed),
+    ("explicit", AttentionForm::Explicit),
+]);
+/// `--dsa`.
+pub const DSA: Choices<Dsa> = Choices(&[("auto", Dsa::Auto), ("on", Dsa::On), ("off", Dsa::Off)]);
+
+impl<T: Copy + PartialEq> Choices<T> {
+    /// The value called `text`.
+    pub fn parse(&self, text: &str) -> Result<T, String> {
+        let known = || self.0.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+        self.0
+            .iter()
+            .find(|(name, _)| *name == text)
+            .map(|(_, value)| *value)
+            .ok_or_else(|| format!("known are {}", known()))
+    }
+
+    /// The name of `value`.
+    pub fn name(&self, value: T) -> &'static str {
+        self.0.iter().find(|(_, other)| *other == value).map_or("?", |(name, _)| name)
+    }
+}
+
 /// Most threads that can be asked for.
 const THREADS_MAX: usize = 1024;
 /// Longest context that can be asked for.
@@ -238,7 +273,7 @@ fn parse_kernels(text: &str) -> Result<KernelChoice, String> {
     if text == "auto" {
         Ok(KernelChoice::Auto)
     } else {
-        text.parse().map(KernelChoice::Isa).map_err(|e: <Isa as std::str::FromStr>::Err| e.to_string())
+        text.parse::<Isa>().map(KernelChoice::Isa).map_err(|e| e.to_string())
     }
 }
 

@@ -81,7 +81,10 @@ pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBu
         }
     }
     let took = start.elapsed().as_secs_f64();
-    render::note(quiet, &format!("converted in {took:.1} s, {}; later runs use it as it is", size::show(report.bytes)));
+    render::note(
+        quiet,
+        &format!("converted in {took:.1} s, {}; later runs use it as it is", size::show(report.bytes_total)),
+    );
     Ok(container)
 }
 

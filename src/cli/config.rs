@@ -3,10 +3,13 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
+use millstream_io::{DeviceKind, IoMode};
 use serde_json::Value as Json;
 
+use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, DeviceKind, Dsa, EngineConfig, IoMode, Isa, Sampling};
+use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
+use crate::kernels::Isa;
 
 use super::Failure;
 use super::args::{self, KernelChoice, Ram, RunArgs, Seed};
@@ -114,11 +117,11 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     let kernels = args.kernels.unwrap_or(KernelChoice::Auto);
     settings.add("kernels", kernels.to_string(), flag_or_default(&args.kernels));
     let activations = args.activations.unwrap_or(Activations::Int8);
-    settings.add("activations", activations.to_string(), flag_or_default(&args.activations));
+    settings.add("activations", args::ACTIVATIONS.name(activations), flag_or_default(&args.activations));
     let attention = args.attention.unwrap_or(AttentionForm::Auto);
-    settings.add("attention", attention.to_string(), flag_or_default(&args.attention));
+    settings.add("attention", args::ATTENTION.name(attention), flag_or_default(&args.attention));
     let dsa = args.dsa.unwrap_or(Dsa::Auto);
-    settings.add("dsa", dsa.to_string(), flag_or_default(&args.dsa));
+    settings.add("dsa", args::DSA.name(dsa), flag_or_default(&args.dsa));
 
     Ok(RunConfig {
         model,
@@ -149,19 +152,16 @@ impl RunConfig {
     /// What the engine needs, for the model in `dir` and a context of `context` tokens.
     pub fn engine(&self, dir: &Path, context: usize) -> EngineConfig {
         EngineConfig {
-            dir: dir.to_owned(),
             io: self.io,
             device: self.device,
-            depth_bytes: None,
-            ram: self.ram,
-            available_bytes: self.available,
+            memory: Memory::Total(self.ram),
             threads: self.threads,
-            context,
+            context: Some(context),
             isa: self.isa,
             activations: self.activations,
             attention: self.attention,
             dsa: self.dsa,
-            load_mtp: false,
+            ..EngineConfig::new(dir, self.available)
         }
     }
 
@@ -331,7 +331,7 @@ mod tests {
         assert_eq!(origin(&config, "io"), ("auto".into(), "default"));
         assert_eq!(origin(&config, "temp"), ("0.7".into(), "default"));
         let engine = config.engine(Path::new("/m"), 10);
-        assert_eq!((engine.threads, engine.ram, engine.context), (5, Some(1 << 30), 10));
+        assert_eq!((engine.threads, engine.memory, engine.context), (5, Memory::Total(Some(1 << 30)), Some(10)));
         let config = decided(&[], &[]).unwrap();
         assert_eq!(origin(&config, "threads"), ("3".into(), "cores this process may use"));
         assert_eq!((config.sampling.top_p, config.sampling.top_k), (0.90, 0));

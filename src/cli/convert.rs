@@ -1,6 +1,6 @@
 //! The `convert` command.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::checkpoint::convert::{ConvertOptions, Progress, Width, convert as convert_checkpoint};
 
@@ -17,21 +17,24 @@ pub fn convert(args: &ConvertArgs) -> Result<Done, Failure> {
     let options = options(args);
     let start = Instant::now();
     let mut bar = render::Progress::new(args.quiet);
-    let mut show = |progress: Progress| {
-        let (done, total) = (progress.done_bytes, progress.total_bytes);
-        let percent = if total == 0 { 100 } else { (done as f64 / total as f64 * 100.0) as u64 };
-        bar.show(|| format!("converting: {} of {} ({percent} %)", size::show(done), size::show(total)));
+    let mut show = |progress: Progress| match progress {
+        Progress::Plan { lines, shards, bytes } => {
+            lines.iter().for_each(|line| render::note(args.quiet, line));
+            render::note(args.quiet, &format!("{} in {shards} shards", size::show(bytes)));
+        }
+        Progress::Shard { name, kept: true, .. } => render::note(args.quiet, &format!("{name} was finished before")),
+        Progress::Shard { .. } => {}
+        Progress::Bytes { done, of } => bar.show(|| {
+            let percent = if of == 0 { 100.0 } else { done as f64 / of as f64 * 100.0 };
+            format!("converting: {} of {} ({percent:.0} %)", size::show(done), size::show(of))
+        }),
     };
     let report = convert_checkpoint(&args.source, &args.destination, &options, &mut show)
         .map_err(|e| Failure::of(&e).hint(e.hint()))?;
     bar.end();
-    let took = start.elapsed();
-    let (bytes, place) = (size::show(report.bytes), args.destination.display());
-    render::note(args.quiet, &format!("wrote {bytes} to {place} in {:.1} s", took.as_secs_f64()));
-    if took > Duration::from_secs(1) {
-        let per_second = report.bytes as f64 / took.as_secs_f64();
-        render::note(args.quiet, &format!("that is {} a second", size::show(per_second as u64)));
-    }
+    let took = start.elapsed().as_secs_f64();
+    let (bytes, place) = (size::show(report.bytes_written), args.destination.display());
+    render::note(args.quiet, &format!("wrote {bytes} to {place} in {took:.1} s"));
     Ok(Done::Whole)
 }
 

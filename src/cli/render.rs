@@ -6,8 +6,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::engine::Stats;
-use crate::engine::stats::{Directness, STAGE_OTHER};
+use crate::engine::stats::{Directness, STAGE_OTHER, Stats};
 
 use super::config::Setting;
 use super::size;

@@ -8,9 +8,10 @@ use std::time::Instant;
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-use crate::checkpoint::{Arch, Checkpoint};
+use crate::checkpoint::{Arch, Checkpoint, Shape};
+use crate::engine::stats::Stats;
 use crate::engine::stop::StopMatcher;
-use crate::engine::{Engine, Finish, Job, Outcome, Stats};
+use crate::engine::{Engine, EngineError, Finish, Job, Outcome};
 use crate::model::template::{ChatTemplate, Message, RenderOptions, Role};
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 
@@ -42,7 +43,7 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
         (None, Some(tokenizer)) => encode(args, &dir, tokenizer, &prompt)?,
         (None, None) => return Err(tokenizer_failure(&TokenizerError::Missing { dir: dir.clone() })),
     };
-    let (stop_ids, stops) = split_stops(&config, &checkpoint.arch, tokenizer.as_ref())?;
+    let (stop_ids, stops) = split_stops(&config, tokenizer.as_ref(), ends_turn(args, &checkpoint.arch))?;
     let (context, max_tokens) = config.fit(prompt.len(), checkpoint.arch.max_context)?;
     if args.verbose {
         render::stderr(&render::settings_text(&config.settings));
@@ -50,21 +51,21 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
 
     let start = Instant::now();
     let waiting = render::Waiting::begin("loading the model", args.quiet);
-    let mut engine = Engine::open(config.engine(&dir, context)).map_err(engine_failure)?;
+    let mut engine = Engine::open(&config.engine(&dir, context)).map_err(engine_failure)?;
     drop(waiting);
     let load_s = start.elapsed().as_secs_f64();
     for line in engine.notes() {
         render::note(args.quiet, line);
     }
 
-    let job = Job { prompt, max_tokens, sampling: config.sampling, stop_ids, ignore_eos: args.ignore_eos };
+    let job = Job { prompt, max_tokens, sampling: config.sampling, stop_ids };
     let show = match (args.json, args.ids) {
         (true, _) => Show::Nothing,
         (false, true) => Show::Ids,
         (false, false) => Show::Text,
     };
-    let hidden = if args.ignore_eos { &[][..] } else { &job.stop_ids };
-    let mut printer = Printer::new(show, std::io::stdout().lock(), tokenizer.as_ref(), hidden, stops, max_tokens);
+    let mut printer =
+        Printer::new(show, std::io::stdout().lock(), tokenizer.as_ref(), &job.stop_ids, stops, max_tokens);
     let outcome = generate(&mut engine, &job, &mut printer, args.quiet);
     printer.finish();
     if let Some(error) = printer.failed() {
@@ -75,7 +76,7 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     }
     let outcome = outcome?;
     let mut stats = engine.stats();
-    complete(&mut stats, &outcome, &config, machine, &dir);
+    complete(&mut stats, &outcome, &config, machine, &checkpoint);
     stats.load_s = load_s;
     stats.text = printer.text().to_owned();
     stats.stop_string = printer.stopped_by().map(str::to_owned);
@@ -179,7 +180,7 @@ fn tokenizer_failure(error: &TokenizerError) -> Failure {
     Failure::of(error).hint(error.hint())
 }
 
-fn engine_failure(error: crate::engine::EngineError) -> Failure {
+fn engine_failure(error: EngineError) -> Failure {
     let failure = Failure::of(&error);
     match error.hint() {
         Some(hint) => failure.hint(hint),
@@ -200,13 +201,17 @@ fn encode(args: &RunArgs, dir: &Path, tokenizer: &Tokenizer, prompt: &str) -> Re
     tokenizer.encode_rendered(&rendered).map_err(|e| tokenizer_failure(&e))
 }
 
+/// Ids by which the model ends its turn.
+fn ends_turn(args: &RunArgs, arch: &Arch) -> Vec<u32> {
+    if args.ignore_eos { Vec::new() } else { arch.stop_ids.clone() }
+}
+
 /// Stop strings that name a control token stop at that token, which has no text; the others watch the text.
 fn split_stops(
     config: &RunConfig,
-    arch: &Arch,
     tokenizer: Option<&Tokenizer>,
+    mut ids: Vec<u32>,
 ) -> Result<(Vec<u32>, StopMatcher), Failure> {
-    let mut ids = arch.stop_ids.clone();
     let mut texts = Vec::new();
     for stop in &config.stops {
         let Some(tokenizer) = tokenizer else {
@@ -223,13 +228,14 @@ fn split_stops(
     Ok((ids, stops))
 }
 
-fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machine: &Machine, dir: &Path) {
+fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machine: &Machine, checkpoint: &Checkpoint) {
     stats.settings = config.settings.iter().map(|s| (s.name.to_owned(), s.value.clone())).collect();
-    stats.model.dir = dir.display().to_string();
+    stats.model.dir = checkpoint.dir.display().to_string();
+    stats.model.formats = formats(checkpoint);
     stats.machine.cpu = machine.cpu.clone();
     stats.machine.ram = machine.memory.total;
     stats.machine.kernel = machine.kernel.clone();
-    stats.machine.fs = machine.file_system(dir);
+    stats.machine.fs = machine.file_system(&checkpoint.dir);
     stats.memory.rss_peak = machine.peak_rss();
     stats.ids = outcome.ids.clone();
     stats.tokens = outcome.ids.len();
@@ -239,6 +245,18 @@ fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machine: &
         Finish::Interrupted => "interrupted",
     };
     stats.derive();
+}
+
+/// Storage formats of the experts and of the other matrices, without repeats.
+fn formats(checkpoint: &Checkpoint) -> Vec<String> {
+    let experts = checkpoint.experts.layers.iter().flatten().flatten();
+    let of_experts = experts.flat_map(|expert| expert.matrices().map(|matrix| matrix.spec.format));
+    let others = Checkpoint::required(&checkpoint.arch).into_iter().filter_map(|tensor| match tensor.shape {
+        Shape::Matrix { rows, cols } => Some(checkpoint.tensors.matrix(&tensor.name, rows, cols).ok()?.spec.format),
+        Shape::Vector(_) => None,
+    });
+    let distinct: std::collections::BTreeSet<_> = of_experts.chain(others).collect();
+    distinct.into_iter().map(|format| format.to_string()).collect()
 }
 
 fn report(args: &RunArgs, stats: &Stats, config: &RunConfig) -> Result<(), Failure> {

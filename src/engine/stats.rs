@@ -3,7 +3,12 @@
 //! Whoever runs a generation fills in what was counted and timed; [`Stats::derive`] adds what follows from it. All
 //! times are in seconds unless the name says otherwise, all sizes in bytes.
 
+use millstream_io::{Access, FileId};
 use serde::ser::{Serialize, SerializeMap, Serializer};
+
+use super::Engine;
+use crate::checkpoint::arch::Family;
+use crate::meter::Stage;
 
 /// Numbers of one generation. Field names are stable; more may be added.
 #[derive(Clone, Debug, Default, serde::Serialize)]
@@ -138,11 +143,11 @@ pub struct StageStats {
 pub enum Directness {
     /// They do.
     Direct,
+    /// They were asked to and the file system quietly does not.
+    SilentlyBuffered,
     /// They do not.
     #[default]
     Buffered,
-    /// They were asked to and the file system quietly does not.
-    SilentlyBuffered,
 }
 
 impl Serialize for Directness {
@@ -228,6 +233,90 @@ pub struct MemoryStats {
     pub cache: u64,
     /// Largest resident set of the process.
     pub rss_peak: u64,
+}
+
+impl Engine {
+    /// Numbers of the last generation; what only the caller knows (text, ids, settings, machine) is left empty. The times a
+    /// device was busy count from its opening.
+    pub fn stats(&self) -> Stats {
+        let (times, arch) = (&self.times, &self.model.arch);
+        let family = match arch.family {
+            Family::GlmMoeDsa => "glm_moe_dsa",
+        };
+        let stages = Stage::ALL.iter().map(|&stage| {
+            let time = self.meter.stage(stage);
+            let us = |d: std::time::Duration| d.as_secs_f64() * 1e6;
+            let stats = StageStats {
+                busy_s: time.busy.as_secs_f64(),
+                p50_us: us(time.p50),
+                p99_us: us(time.p99),
+                n: time.laps,
+            };
+            (stage.name(), stats)
+        });
+        let store = self.experts.store.stats();
+        let mut stats = Stats {
+            model: ModelStats {
+                arch: family.into(),
+                layers: arch.layers.len(),
+                experts: arch.moe.experts,
+                ..ModelStats::default()
+            },
+            machine: MachineStats { kernels: self.model.compute.kernels.isa.to_string(), ..MachineStats::default() },
+            prompt_tokens: times.prompt_tokens,
+            tokens: times.tokens,
+            load_s: self.load.as_secs_f64(),
+            ttft_s: times.first_token.as_secs_f64(),
+            prefill_s: times.prefill.as_secs_f64(),
+            decode_s: times.wall.saturating_sub(times.prefill).as_secs_f64(),
+            wall_s: times.wall.as_secs_f64(),
+            stages: Stages(stages.filter(|(_, stage)| stage.n > 0).collect()),
+            io: self.io_stats(),
+            experts: ExpertStats {
+                requested: store.requested,
+                hit_cached: store.hits,
+                missed: store.misses,
+                hit_rate: None,
+            },
+            memory: MemoryStats {
+                budget: self.budget.total,
+                resident: self.budget.resident,
+                kv: self.budget.kv,
+                cache: self.budget.experts(),
+                rss_peak: 0,
+            },
+            ..Stats::default()
+        };
+        stats.derive();
+        stats
+    }
+
+    fn io_stats(&self) -> IoStats {
+        let store = self.experts.store.stats();
+        let device = self.experts.store.device();
+        let counters = device.stats();
+        let direct = (0..self.files.len() as u32).map(|file| match self.files.access(FileId(file)) {
+            Access::Direct { .. } => Directness::Direct,
+            Access::SilentlyBuffered { .. } => Directness::SilentlyBuffered,
+            Access::Buffered { .. } => Directness::Buffered,
+        });
+        // One file that is not read directly spoils the claim for all.
+        let direct = direct.max_by_key(|access| *access as u8).unwrap_or_default();
+        let seconds = |ns: u64| ns as f64 / 1e9;
+        IoStats {
+            mode: if direct == Directness::Direct { "direct" } else { "buffered" }.into(),
+            device: device.describe().name.into(),
+            direct,
+            reads: store.reads,
+            bytes: store.bytes,
+            useful_bytes: store.useful_bytes,
+            service_s: store.service.as_secs_f64(),
+            wait_s: self.meter.stage(Stage::Wait).busy.as_secs_f64(),
+            busy_s: seconds(counters.busy_ns),
+            depth_mean: (counters.busy_ns > 0).then(|| counters.depth_integral_ns as f64 / counters.busy_ns as f64),
+            ..IoStats::default()
+        }
+    }
 }
 
 impl Stats {
