@@ -95,6 +95,20 @@ fn run(path: &Path, size: &Size) -> Result<(), Box<dyn std::error::Error>> {
     let cases = [
         ("ring, registered, 1 MiB", ring),
         (
+            "ring, registered, 2 MiB",
+            DeviceConfig {
+                chunk_bytes: Some(2 << 20),
+                ..ring
+            },
+        ),
+        (
+            "ring, registered, 4 MiB",
+            DeviceConfig {
+                chunk_bytes: Some(4 << 20),
+                ..ring
+            },
+        ),
+        (
             "ring, registered, whole slab",
             DeviceConfig {
                 chunk_bytes: Some(whole),

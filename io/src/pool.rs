@@ -294,12 +294,7 @@ impl SlabPool {
                 format!("{slabs} slabs of {slab_bytes} bytes; a slab has 1 to {SLAB_BYTES_MAX}");
             return Err(IoError::BadRequest { what });
         }
-        let unit = if slab_bytes >= HUGE_PAGE_BYTES {
-            HUGE_PAGE_BYTES
-        } else {
-            PAGE_BYTES
-        };
-        let stride = slab_bytes.next_multiple_of(unit);
+        let stride = SlabPool::stride_bytes(slab_bytes);
         let bytes = stride.checked_mul(slabs).ok_or(IoError::Memory {
             bytes: u64::MAX,
             errno: Errno(libc::ENOMEM),
@@ -316,6 +311,12 @@ impl SlabPool {
                 free,
             }),
         })
+    }
+
+    /// Distance between slabs of `slab_bytes`: what one takes of the arena.
+    pub fn stride_bytes(slab_bytes: usize) -> usize {
+        let unit = if slab_bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { PAGE_BYTES };
+        slab_bytes.next_multiple_of(unit)
     }
 
     /// A free slab, with whatever bytes its last user left; `None` while all are out.

@@ -77,7 +77,7 @@ impl EngineError {
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
         match self {
-            EngineError::Checkpoint(e) | EngineError::Resident(ResidentError::Checkpoint(e)) => e.hint(),
+            EngineError::Checkpoint(e) | EngineError::Resident(ResidentError::Checkpoint(e)) => Some(e.hint().into()),
             EngineError::Io(e)
             | EngineError::Resident(ResidentError::Read { source: e, .. } | ResidentError::Memory { source: e, .. })
             | EngineError::Table(TableError { source: e, .. })

@@ -8,7 +8,6 @@ pub mod sampler;
 pub mod stats;
 pub mod stop;
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -143,12 +142,6 @@ impl Engine {
     /// Warnings that came up while running, such as a file that turned out not to allow direct reads.
     pub fn warnings(&self) -> Vec<String> {
         self.files.warnings()
-    }
-
-    /// Names the shards of the model in `dir` that are there, with everything else that keeps it from running.
-    pub fn check(dir: &Path) -> Result<(), EngineError> {
-        Checkpoint::open(dir)?;
-        Ok(())
     }
 }
 

@@ -83,8 +83,7 @@ impl Selection {
                     *score = query
                         .chunks_exact(dim)
                         .zip(weights)
-                        .map(|(q, w)| w * (k.dot(q, key) * scale).max(0.0))
-                        .sum();
+                        .fold(0.0, |sum, (q, w)| sum + w * (k.dot(q, key) * scale).max(0.0));
                 }
             });
             topk::largest(scores, self.top_k, &mut self.order, &mut self.listed[row]);

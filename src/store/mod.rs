@@ -13,7 +13,7 @@ mod table;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use millstream_io::{Completion, Device, IoError, Priority, Read, Slab, SlabPool, Wait};
+use millstream_io::{Completion, Device, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait};
 use thiserror::Error;
 
 use crate::kernels::WeightRef;
@@ -44,14 +44,6 @@ pub enum StoreError {
     /// The device itself failed; every later request fails too.
     #[error("the read device stopped working")]
     Device(#[source] IoError),
-    /// The device handed a read back without doing it.
-    #[error("the read device refused a read of expert {} of layer {}: {why}", key.expert, key.layer)]
-    Refused {
-        /// Which expert.
-        key: ExpertKey,
-        /// The device's reason.
-        why: String,
-    },
 }
 
 /// What the store has done so far.
@@ -271,14 +263,16 @@ impl ExpertStore {
                 self.slots[slot as usize] = Content::Empty;
                 self.lru.unpin(slot);
                 self.lru.forget(slot);
-                let why = rejected.why.to_string();
-                drop(rejected);
-                // A full queue empties as reads complete; with nothing under way it never will.
-                if self.awaited > 0 {
-                    break;
-                }
+                let error = match rejected.why {
+                    // The queue empties as reads complete, and `next_ready` submits again.
+                    RejectReason::Full if self.awaited > 0 => break,
+                    RejectReason::Full => unreachable!("the device is full with no read under way"),
+                    RejectReason::Dead(e) => StoreError::Device(e),
+                    RejectReason::Bad(source) => StoreError::Read { key, source },
+                };
+                drop(rejected.slab);
                 self.abandon();
-                return Err(StoreError::Refused { key, why });
+                return Err(error);
             }
             self.missing.pop_front();
             self.awaited += 1;

@@ -47,8 +47,13 @@ pub(crate) struct Schedule {
     limits: Limits,
     slots: Vec<Option<Active>>,
     free_slots: Vec<u32>,
-    /// Slots with requests not yet handed out; the next one last.
-    waiting: Vec<u32>,
+    /// Reads nothing of which has been handed out, sorted.
+    waiting: Vec<Waiting>,
+    /// The read being handed out, one for each priority.
+    current: [Option<u32>; 2],
+    /// Where the last read that started lies: the sweep goes on upwards from here, so that no read is passed over
+    /// for ever by newcomers in front of it.
+    head: (FileId, u64),
     ops: Vec<Op>,
     free_ops: Vec<u32>,
     /// Operations to be called again.
@@ -61,6 +66,15 @@ pub(crate) struct Schedule {
     stopping: bool,
     stats: DeviceStats,
     clock_ns: u64,
+}
+
+/// A read that has not started, by the order in which reads are served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Waiting {
+    priority: Priority,
+    place: (FileId, u64),
+    submitted_ns: u64,
+    slot: u32,
 }
 
 struct Active {
@@ -97,6 +111,8 @@ impl Schedule {
             slots: (0..reads).map(|_| None).collect(),
             free_slots: (0..reads as u32).rev().collect(),
             waiting: Vec::with_capacity(reads),
+            current: [None; 2],
+            head: (FileId(0), 0),
             ops: vec![Op::default(); calls],
             free_ops: (0..calls as u32).rev().collect(),
             again: Vec::with_capacity(calls),
@@ -151,10 +167,16 @@ impl Schedule {
             bytes: 0,
             failure: None,
         });
-        let key = self.key(slot);
-        // Served from the end: everything that comes later than the newcomer stays in front of it.
-        let position = self.waiting.partition_point(|other| self.key(*other) > key);
-        self.waiting.insert(position, slot);
+        let first = read.segments[0];
+        let place = (first.file, first.offset);
+        let newcomer = Waiting {
+            priority: read.priority,
+            place,
+            submitted_ns: now_ns,
+            slot,
+        };
+        let position = self.waiting.partition_point(|other| *other < newcomer);
+        self.waiting.insert(position, newcomer);
         Ok(())
     }
 
@@ -176,17 +198,22 @@ impl Schedule {
             self.again.swap_remove(position);
             return Some(self.issue(op));
         }
-        let slot = *self.waiting.last()?;
-        let chunk_bytes = self.limits.chunk_bytes;
+        let (slot, position) = self.choose()?;
         let active = self.slots[slot as usize].as_ref()?;
-        let segment = active.read.segments[active.segment];
-        let len = chunk_bytes.min(segment.len - active.inside);
-        if !self.fits(len, active.read.priority) {
+        let (priority, segment) = (active.read.priority, active.read.segments[active.segment]);
+        let len = self.limits.chunk_bytes.min(segment.len - active.inside);
+        if !self.fits(len, priority) {
             return None;
         }
         let op = self.free_ops.pop()?;
         self.tick(now_ns);
+        if let Some(position) = position {
+            self.head = self.waiting.remove(position).place;
+            self.current[priority as usize] = Some(slot);
+            self.started += 1;
+        }
         let active = self.slots[slot as usize].as_mut()?;
+        active.started = true;
         let chunk = chunk_at(segment, active.inside, len);
         self.ops[op as usize] = Op {
             slot,
@@ -196,9 +223,6 @@ impl Schedule {
             not_before_ns: now_ns,
         };
         active.outstanding += 1;
-        if !std::mem::replace(&mut active.started, true) {
-            self.started += 1;
-        }
         active.inside += len;
         // Padding after the last wanted byte is read with it or not at all.
         if active.inside >= segment.want {
@@ -206,7 +230,7 @@ impl Schedule {
             active.inside = 0;
         }
         if active.segment == active.read.segments.len() {
-            self.waiting.pop();
+            self.current[priority as usize] = None;
         }
         Some(self.issue(op))
     }
@@ -260,7 +284,9 @@ impl Schedule {
 
     /// Whether `next` may have something once depth or time allows.
     pub fn has_work(&self) -> bool {
-        !self.waiting.is_empty() || !self.again.is_empty()
+        !self.waiting.is_empty()
+            || !self.again.is_empty()
+            || self.current.iter().any(Option::is_some)
     }
 
     /// When the earliest paused request may go on.
@@ -273,15 +299,12 @@ impl Schedule {
 
     pub fn cancel_lookahead(&mut self, now_ns: u64) -> usize {
         let mut count = 0;
-        for position in (0..self.waiting.len()).rev() {
-            let slot = self.waiting[position];
-            let idle =
-                |active: &Active| active.read.priority == Priority::Lookahead && !active.started;
-            if self.slots[slot as usize].as_ref().is_some_and(idle) {
-                self.waiting.remove(position);
-                self.finish(slot, Err(IoError::Cancelled), now_ns);
-                count += 1;
-            }
+        while let Some(last) = self
+            .waiting
+            .pop_if(|last| last.priority == Priority::Lookahead)
+        {
+            self.finish(last.slot, Err(IoError::Cancelled), now_ns);
+            count += 1;
         }
         count
     }
@@ -294,6 +317,7 @@ impl Schedule {
     pub fn stop(&mut self, now_ns: u64) {
         self.stopping = true;
         self.waiting.clear();
+        self.current = [None; 2];
         while let Some(op) = self.again.pop() {
             self.release(op, now_ns);
         }
@@ -374,32 +398,30 @@ impl Schedule {
         Ok(())
     }
 
-    /// Sort key of a waiting read: the smallest is served first. A read that has started is finished first.
-    fn key(&self, slot: u32) -> (Priority, bool, FileId, u64, u64) {
-        match &self.slots[slot as usize] {
-            Some(Active {
-                read,
-                started,
-                submitted_ns,
-                ..
-            }) => {
-                let first = read.segments[0];
-                (
-                    read.priority,
-                    !started,
-                    first.file,
-                    first.offset,
-                    *submitted_ns,
-                )
+    /// The read to hand out from: of each priority first the one that has started, then the next upwards of `head`,
+    /// then the lowest. With its position where it waits.
+    fn choose(&self) -> Option<(u32, Option<usize>)> {
+        for priority in [Priority::Demand, Priority::Lookahead] {
+            if let Some(slot) = self.current[priority as usize] {
+                return Some((slot, None));
             }
-            None => (
-                Priority::Lookahead,
-                true,
-                FileId(u32::MAX),
-                u64::MAX,
-                u64::MAX,
-            ),
+            let from = self
+                .waiting
+                .partition_point(|other| other.priority < priority);
+            let above = self
+                .waiting
+                .partition_point(|other| (other.priority, other.place) <= (priority, self.head));
+            for position in [above, from] {
+                if let Some(found) = self
+                    .waiting
+                    .get(position)
+                    .filter(|found| found.priority == priority)
+                {
+                    return Some((found.slot, Some(position)));
+                }
+            }
         }
+        None
     }
 
     /// Whether `len` more bytes may go to the kernel. Lookahead leaves a quarter of the depth to demand. One request
@@ -464,7 +486,9 @@ impl Schedule {
             Some((known, _)) if *known <= at => {}
             _ => active.failure = Some((at, error)),
         }
-        self.waiting.retain(|other| *other != slot);
+        for current in &mut self.current {
+            current.take_if(|current| *current == slot);
+        }
         let mut position = 0;
         while position < self.again.len() {
             let op = self.again[position];
@@ -574,4 +598,247 @@ fn chunk_at(segment: Segment, inside: u32, len: u32) -> Chunk {
         len,
         want,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file::IoMode;
+    use crate::plan::Segments;
+
+    const SLAB: u32 = 1 << 20;
+    const CHUNK: u32 = 256 << 10;
+
+    /// Four chunks a read, over a file nobody reads.
+    fn schedule(depth_bytes: u64, calls: usize) -> (Schedule, SlabPool, tempfile::NamedTempFile) {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
+        let pool = SlabPool::new(SLAB as usize, 8).unwrap();
+        let limits = Limits {
+            depth_bytes,
+            chunk_bytes: CHUNK,
+            calls,
+            reads: 8,
+        };
+        (Schedule::new(files, pool.clone(), limits), pool, file)
+    }
+
+    fn read(tag: u64, priority: Priority, offset: u64) -> Read {
+        let segment = Segment {
+            file: FileId(0),
+            offset,
+            len: SLAB,
+            at: 0,
+            want: SLAB,
+        };
+        Read {
+            tag,
+            priority,
+            segments: Segments::from_slice(&[segment]).unwrap(),
+        }
+    }
+
+    fn offsets(schedule: &mut Schedule) -> Vec<u64> {
+        std::iter::from_fn(|| schedule.next(0))
+            .map(|issue| issue.offset / u64::from(CHUNK))
+            .collect()
+    }
+
+    /// Completes every call that is out, in full, and hands out what may follow; the order of offsets in chunks.
+    fn run_dry(schedule: &mut Schedule) -> Vec<u64> {
+        let mut order = Vec::new();
+        while let Some(issue) = schedule.next(0) {
+            order.push(issue.offset / u64::from(CHUNK));
+            schedule.complete(issue.op, issue.len as i32, 0);
+        }
+        order
+    }
+
+    #[test]
+    fn demand_goes_first_then_by_offset_and_started_reads_are_finished() {
+        let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
+        let slab = || pool.take().unwrap();
+        let mib = u64::from(SLAB);
+        schedule
+            .admit(read(0, Priority::Lookahead, 0), slab(), 0)
+            .unwrap();
+        let first = schedule.next(0).unwrap();
+        schedule
+            .admit(read(1, Priority::Demand, 9 * mib), slab(), 0)
+            .unwrap();
+        schedule
+            .admit(read(2, Priority::Demand, 5 * mib), slab(), 0)
+            .unwrap();
+        schedule
+            .admit(read(3, Priority::Lookahead, 2 * mib), slab(), 0)
+            .unwrap();
+        assert_eq!(offsets(&mut schedule), [], "the depth is one chunk");
+        schedule.complete(first.op, CHUNK as i32, 0);
+        let (five, nine, zero, two) = (
+            [20, 21, 22, 23],
+            [36, 37, 38, 39],
+            [1, 2, 3],
+            [8, 9, 10, 11],
+        );
+        assert_eq!(
+            run_dry(&mut schedule),
+            [&five[..], &nine, &zero, &two].concat()
+        );
+        let tags: Vec<u64> = std::iter::from_fn(|| schedule.take_ready())
+            .map(|done| done.tag)
+            .collect();
+        assert_eq!(tags, [2, 1, 0, 3]);
+    }
+
+    #[test]
+    fn newcomers_in_front_do_not_starve_a_read_behind_the_sweep() {
+        let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
+        let mib = u64::from(SLAB);
+        for (tag, offset) in [(0, 4 * mib), (1, 8 * mib)] {
+            schedule
+                .admit(read(tag, Priority::Demand, offset), pool.take().unwrap(), 0)
+                .unwrap();
+        }
+        let mut order = Vec::new();
+        for tag in 2..6 {
+            while order.len() < (tag - 1) * 4 {
+                let issue = schedule.next(0).unwrap();
+                schedule.complete(issue.op, issue.len as i32, 0);
+                order.push(issue.offset / mib);
+            }
+            drop(schedule.take_ready());
+            schedule
+                .admit(
+                    read(tag as u64, Priority::Demand, 0),
+                    pool.take().unwrap(),
+                    0,
+                )
+                .unwrap();
+        }
+        assert_eq!(
+            order[..8],
+            [4, 4, 4, 4, 8, 8, 8, 8],
+            "the sweep reaches 8 before it turns back to 0"
+        );
+    }
+
+    #[test]
+    fn bytes_and_calls_out_stay_below_their_caps() {
+        let (mut schedule, pool, _file) = schedule(6 * u64::from(CHUNK), 64);
+        for tag in 0..3 {
+            schedule
+                .admit(
+                    read(tag, Priority::Demand, tag << 20),
+                    pool.take().unwrap(),
+                    0,
+                )
+                .unwrap();
+        }
+        assert_eq!(offsets(&mut schedule), [0, 1, 2, 3, 4, 5]);
+
+        let (mut schedule, pool, _file) = self::schedule(8 * u64::from(CHUNK), 64);
+        for tag in 0..3 {
+            schedule
+                .admit(
+                    read(tag, Priority::Lookahead, tag << 20),
+                    pool.take().unwrap(),
+                    0,
+                )
+                .unwrap();
+        }
+        assert_eq!(
+            offsets(&mut schedule),
+            [0, 1, 2, 3, 4, 5],
+            "lookahead leaves a quarter to demand"
+        );
+        schedule
+            .admit(read(7, Priority::Demand, 64 << 20), pool.take().unwrap(), 0)
+            .unwrap();
+        assert_eq!(offsets(&mut schedule), [256, 257]);
+
+        let (mut schedule, pool, _file) = self::schedule(u64::MAX, 3);
+        schedule
+            .admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0)
+            .unwrap();
+        assert_eq!(offsets(&mut schedule), [0, 1, 2]);
+        assert_eq!(schedule.calls_out(), 3);
+    }
+
+    #[test]
+    fn the_error_reported_is_the_one_nearest_the_start_whatever_the_order() {
+        for order in [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]] {
+            let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
+            schedule
+                .admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0)
+                .unwrap();
+            let issues: Vec<Issue> = std::iter::from_fn(|| schedule.next(0)).collect();
+            // The file ends inside the second chunk; the rest returns nothing.
+            let result = |offset: u64| (300_000 - offset as i64).clamp(0, i64::from(CHUNK)) as i32;
+            for index in order {
+                schedule.complete(issues[index].op, result(issues[index].offset), 0);
+            }
+            while let Some(issue) = schedule.next(0) {
+                schedule.complete(issue.op, result(issue.offset), 0);
+            }
+            let done = schedule.take_ready().unwrap();
+            let IoError::EndOfFile { range } = done.result.unwrap_err() else {
+                panic!("not the end of the file")
+            };
+            assert_eq!(
+                (range.offset, range.wanted, range.got),
+                (0, u64::from(SLAB), 300_000)
+            );
+            assert_eq!(schedule.in_flight(), 0);
+        }
+    }
+
+    #[test]
+    fn an_abandoned_slab_is_never_given_back() {
+        let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
+        schedule
+            .admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0)
+            .unwrap();
+        assert!(schedule.next(0).is_some());
+        schedule
+            .admit(read(1, Priority::Demand, 0), pool.take().unwrap(), 0)
+            .unwrap();
+        schedule.abandon();
+        drop(schedule);
+        assert_eq!(
+            pool.free(),
+            7,
+            "the one the kernel has stays out, the other comes back"
+        );
+    }
+
+    #[test]
+    fn stopping_gives_back_what_the_kernel_does_not_have() {
+        let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
+        for tag in 0..3 {
+            schedule
+                .admit(
+                    read(tag, Priority::Demand, tag << 20),
+                    pool.take().unwrap(),
+                    0,
+                )
+                .unwrap();
+        }
+        let issue = schedule.next(0).unwrap();
+        schedule.stop(0);
+        assert!(schedule.next(0).is_none());
+        let results: Vec<_> = std::iter::from_fn(|| schedule.take_ready())
+            .map(|done| (done.tag, done.result))
+            .collect();
+        assert_eq!(
+            results,
+            [(1, Err(IoError::Cancelled)), (2, Err(IoError::Cancelled))]
+        );
+        schedule.complete(issue.op, CHUNK as i32, 0);
+        assert_eq!(
+            schedule.take_ready().unwrap().result,
+            Err(IoError::Cancelled),
+            "three chunks never went out"
+        );
+        assert_eq!((schedule.in_flight(), pool.free()), (0, 8));
+    }
 }
