@@ -1,6 +1,7 @@
 //! Runs Mixture-of-Experts models far bigger than memory by streaming their experts from NVMe.
 
 pub mod checkpoint;
+pub mod cli;
 pub mod engine;
 pub mod forward;
 pub mod kernels;
