@@ -53,7 +53,7 @@ pub(crate) struct Schedule {
     current: [Option<u32>; 2],
     /// Where the last read that started lies: the sweep goes on upwards from here, so that no read is passed over
     /// for ever by newcomers in front of it.
-    head: (FileId, u64),
+    head: Option<(FileId, u64)>,
     ops: Vec<Op>,
     free_ops: Vec<u32>,
     /// Operations to be called again.
@@ -112,7 +112,7 @@ impl Schedule {
             free_slots: (0..reads as u32).rev().collect(),
             waiting: Vec::with_capacity(reads),
             current: [None; 2],
-            head: (FileId(0), 0),
+            head: None,
             ops: vec![Op::default(); calls],
             free_ops: (0..calls as u32).rev().collect(),
             again: Vec::with_capacity(calls),
@@ -208,7 +208,7 @@ impl Schedule {
         let op = self.free_ops.pop()?;
         self.tick(now_ns);
         if let Some(position) = position {
-            self.head = self.waiting.remove(position).place;
+            self.head = Some(self.waiting.remove(position).place);
             self.current[priority as usize] = Some(slot);
             self.started += 1;
         }
@@ -408,9 +408,9 @@ impl Schedule {
             let from = self
                 .waiting
                 .partition_point(|other| other.priority < priority);
-            let above = self
-                .waiting
-                .partition_point(|other| (other.priority, other.place) <= (priority, self.head));
+            let passed =
+                |other: &Waiting| (other.priority, Some(other.place)) <= (priority, self.head);
+            let above = self.waiting.partition_point(passed);
             for position in [above, from] {
                 if let Some(found) = self
                     .waiting
@@ -603,7 +603,7 @@ fn chunk_at(segment: Segment, inside: u32, len: u32) -> Chunk {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::file::IoMode;
+    use crate::access::IoMode;
     use crate::plan::Segments;
 
     const SLAB: u32 = 1 << 20;
