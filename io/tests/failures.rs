@@ -1,6 +1,10 @@
 //! The machine refuses something: what runs instead, and what it says.
 //!
 //! Filters and limits hold for a whole process or thread, so most cases run in a child, which is this program again.
+#![allow(
+    clippy::unwrap_used,
+    reason = "a helper that fails is a test that fails"
+)]
 
 mod common;
 

@@ -78,6 +78,7 @@ pub(crate) fn open(
     let limits = Limits {
         depth_bytes: cfg.depth_for(pool.slab_bytes()),
         chunk_bytes: cfg.chunk_for(default_chunk, &files),
+        whole_when_waiting: usize::MAX,
         // One entry is the wake-up poll's: then neither queue can overflow.
         calls: facts.entries as usize - 1,
         reads: cfg.queue,
@@ -150,12 +151,10 @@ impl Driver {
                 return Err(refused(name, Errno(libc::EOPNOTSUPP)));
             }
         }
-        if files.first_direct().is_none() {
-            // Buffered reads run on kernel workers; without a cap there may be one per request. Advice only.
-            let _ = ring
-                .submitter()
-                .register_iowq_max_workers(&mut [RING_BUFFERED_WORKERS, 0]);
-        }
+        // Buffered reads run on kernel workers; without a cap there may be one per request. Advice only.
+        let _ = ring
+            .submitter()
+            .register_iowq_max_workers(&mut [RING_BUFFERED_WORKERS, 0]);
         let mut driver = Driver {
             ring,
             event,
