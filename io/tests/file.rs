@@ -67,7 +67,9 @@ fn the_description_groups_files_by_how_they_are_read() {
         offset_align,
     } = files.access(FileId(0))
     {
-        assert!(files.align() >= 4096 && files.align() % offset_align.max(mem_align) == 0);
+        assert!(
+            files.align() >= 4096 && files.align().is_multiple_of(*offset_align.max(mem_align))
+        );
         assert!(files.describe()[0].contains("direct"));
     }
 }
