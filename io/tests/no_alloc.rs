@@ -1,5 +1,12 @@
 //! Once open, a device allocates nothing: not to submit, not to read, not to reap.
-#![allow(unsafe_code)]
+#![allow(
+    unsafe_code,
+    reason = "a global allocator that counts is unsafe to write"
+)]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a helper that fails is a test that fails"
+)]
 
 mod common;
 
@@ -37,7 +44,7 @@ fn read_some(device: &mut dyn Device, pool: &SlabPool, plans: &[SlabLayout]) {
             let Some(slab) = pool.take() else {
                 panic!("a slab is missing")
             };
-            let read = if (tag + round) % 2 == 0 {
+            let read = if (tag + round).is_multiple_of(2) {
                 demand(tag, plan)
             } else {
                 lookahead(tag, plan)
