@@ -12,6 +12,7 @@ pub mod limits;
 pub mod plan;
 pub mod pool;
 pub mod sector;
+pub mod space;
 
 pub use device::sim::{SimConfig, SimFault, sim_device};
 pub use device::{
@@ -23,3 +24,4 @@ pub use file::{Access, FileId, FileSet, IoMode};
 pub use limits::MAX_SEGMENTS;
 pub use plan::{FileSpan, Place, Segment, Segments, SlabLayout, layout};
 pub use pool::{Arena, ArenaReport, PageKind, Slab, SlabPool};
+pub use space::free_bytes;
