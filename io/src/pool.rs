@@ -52,19 +52,9 @@ impl Arena {
     /// # Errors
     /// [`IoError::Memory`] with the size where the memory cannot be had.
     pub fn new(bytes: usize) -> Result<Arena, IoError> {
-        let too_big = || IoError::Memory {
-            bytes: bytes as u64,
-            errno: Errno(libc::ENOMEM),
-        };
-        let unit = if bytes >= HUGE_PAGE_BYTES {
-            HUGE_PAGE_BYTES
-        } else {
-            PAGE_BYTES
-        };
-        let rounded = bytes
-            .max(1)
-            .checked_next_multiple_of(unit)
-            .ok_or_else(too_big)?;
+        let too_big = || IoError::Memory { bytes: bytes as u64, errno: Errno(libc::ENOMEM) };
+        let unit = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { PAGE_BYTES };
+        let rounded = bytes.max(1).checked_next_multiple_of(unit).ok_or_else(too_big)?;
         if rounded > isize::MAX as usize - 4 * HUGE_PAGE_BYTES {
             return Err(too_big());
         }
@@ -102,21 +92,12 @@ impl Arena {
     pub fn report(&self) -> ArenaReport {
         let bytes = self.bytes as u64;
         if self.hugetlb {
-            return ArenaReport {
-                bytes,
-                huge_bytes: bytes,
-                kind: PageKind::HugeTlb,
-                note: None,
-            };
+            return ArenaReport { bytes, huge_bytes: bytes, kind: PageKind::HugeTlb, note: None };
         }
         let start = self.base.as_ptr() as u64;
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
         let huge_bytes = anon_huge_bytes(&smaps, start, start + bytes).min(bytes);
-        let kind = if huge_bytes * 2 >= bytes {
-            PageKind::Transparent
-        } else {
-            PageKind::Small
-        };
+        let kind = if huge_bytes * 2 >= bytes { PageKind::Transparent } else { PageKind::Small };
         let wished = bytes - bytes % HUGE_PAGE_BYTES as u64;
         let note = (huge_bytes < wished).then(|| {
             format!(
@@ -126,29 +107,17 @@ impl Arena {
                 wished >> 20
             )
         });
-        ArenaReport {
-            bytes,
-            huge_bytes,
-            kind,
-            note,
-        }
+        ArenaReport { bytes, huge_bytes, kind, note }
     }
 
     fn reserved_huge(bytes: usize) -> Option<Arena> {
         if !bytes.is_multiple_of(HUGE_PAGE_BYTES) {
             return None;
         }
-        let flags =
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
         let mapping = map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags).ok()?;
         // mmap reserved the pages, but a cgroup may still refuse them: then the arena falls back to ordinary memory.
-        let arena = Arena {
-            base: mapping,
-            bytes,
-            mapping,
-            mapping_bytes: bytes,
-            hugetlb: true,
-        };
+        let arena = Arena { base: mapping, bytes, mapping, mapping_bytes: bytes, hugetlb: true };
         (arena.advise(libc::MADV_POPULATE_WRITE) == 0).then_some(arena)
     }
 
@@ -157,31 +126,16 @@ impl Arena {
         // with the mapping and the report counts only its own pages.
         let mapping_bytes = bytes + 2 * HUGE_PAGE_BYTES;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        let refused = |errno| IoError::Memory {
-            bytes: bytes as u64,
-            errno,
-        };
+        let refused = |errno| IoError::Memory { bytes: bytes as u64, errno };
         let mapping = map(mapping_bytes, libc::PROT_NONE, flags).map_err(refused)?;
         let start = mapping.as_ptr() as usize;
         let skip = (start + PAGE_BYTES).next_multiple_of(HUGE_PAGE_BYTES) - start;
         debug_assert!(skip + bytes < mapping_bytes);
         // SAFETY: `skip + bytes` is below `mapping_bytes`, so the address stays inside the mapping.
         let base = unsafe { mapping.add(skip) };
-        let arena = Arena {
-            base,
-            bytes,
-            mapping,
-            mapping_bytes,
-            hugetlb: false,
-        };
+        let arena = Arena { base, bytes, mapping, mapping_bytes, hugetlb: false };
         // SAFETY: the range was just mapped by this function and nobody else knows it.
-        let rc = unsafe {
-            libc::mprotect(
-                base.as_ptr().cast(),
-                bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-            )
-        };
+        let rc = unsafe { libc::mprotect(base.as_ptr().cast(), bytes, libc::PROT_READ | libc::PROT_WRITE) };
         if rc != 0 {
             return Err(refused(Errno::last()));
         }
@@ -193,21 +147,13 @@ impl Arena {
         let pieces = (self.bytes / (256 << 20)).clamp(1, available_threads().min(8));
         let piece = (self.bytes / pieces).next_multiple_of(HUGE_PAGE_BYTES);
         let results: Vec<i32> = std::thread::scope(|scope| {
-            let workers: Vec<_> = (1..pieces)
-                .map(|index| scope.spawn(move || self.populate_range(index * piece, piece)))
-                .collect();
+            let workers: Vec<_> =
+                (1..pieces).map(|index| scope.spawn(move || self.populate_range(index * piece, piece))).collect();
             let first = self.populate_range(0, piece);
-            workers
-                .into_iter()
-                .map(|worker| worker.join().unwrap_or(libc::ENOMEM))
-                .chain([first])
-                .collect()
+            workers.into_iter().map(|worker| worker.join().unwrap_or(libc::ENOMEM)).chain([first]).collect()
         });
         match results.into_iter().find(|errno| *errno != 0) {
-            Some(errno) => Err(IoError::Memory {
-                bytes: self.bytes as u64,
-                errno: Errno(errno),
-            }),
+            Some(errno) => Err(IoError::Memory { bytes: self.bytes as u64, errno: Errno(errno) }),
             None => Ok(()),
         }
     }
@@ -222,9 +168,7 @@ impl Arena {
             // SAFETY: `from` is below `bytes`, so the address is inside the mapping.
             let start = unsafe { self.base.add(from) };
             // SAFETY: the range is part of this mapping; populating changes no byte.
-            let rc = unsafe {
-                libc::madvise(start.as_ptr().cast(), end - from, libc::MADV_POPULATE_WRITE)
-            };
+            let rc = unsafe { libc::madvise(start.as_ptr().cast(), end - from, libc::MADV_POPULATE_WRITE) };
             match if rc == 0 { 0 } else { Errno::last().0 } {
                 0 => return 0,
                 libc::EINTR | libc::EAGAIN => {}
@@ -260,10 +204,7 @@ impl Drop for Arena {
 
 impl fmt::Debug for Arena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Arena")
-            .field("bytes", &self.bytes)
-            .field("hugetlb", &self.hugetlb)
-            .finish()
+        f.debug_struct("Arena").field("bytes", &self.bytes).field("hugetlb", &self.hugetlb).finish()
     }
 }
 
@@ -288,29 +229,16 @@ impl SlabPool {
     /// # Errors
     /// [`IoError::BadRequest`] for empty slabs, no slab, or slabs above [`SLAB_BYTES_MAX`]; [`IoError::Memory`].
     pub fn new(slab_bytes: usize, slabs: usize) -> Result<SlabPool, IoError> {
-        if slab_bytes == 0 || slab_bytes > SLAB_BYTES_MAX || slabs == 0 || slabs > u32::MAX as usize
-        {
-            let what =
-                format!("{slabs} slabs of {slab_bytes} bytes; a slab has 1 to {SLAB_BYTES_MAX}");
+        if slab_bytes == 0 || slab_bytes > SLAB_BYTES_MAX || slabs == 0 || slabs > u32::MAX as usize {
+            let what = format!("{slabs} slabs of {slab_bytes} bytes; a slab has 1 to {SLAB_BYTES_MAX}");
             return Err(IoError::BadRequest { what });
         }
         let stride = SlabPool::stride_bytes(slab_bytes);
-        let bytes = stride.checked_mul(slabs).ok_or(IoError::Memory {
-            bytes: u64::MAX,
-            errno: Errno(libc::ENOMEM),
-        })?;
+        let bytes = stride.checked_mul(slabs).ok_or(IoError::Memory { bytes: u64::MAX, errno: Errno(libc::ENOMEM) })?;
         let arena = Arena::new(bytes)?;
         // Popped from the end: the lowest index goes out first.
         let free = Mutex::new((0..slabs as u32).rev().collect());
-        Ok(SlabPool {
-            inner: Arc::new(PoolInner {
-                arena,
-                slab_bytes,
-                stride,
-                slabs,
-                free,
-            }),
-        })
+        Ok(SlabPool { inner: Arc::new(PoolInner { arena, slab_bytes, stride, slabs, free }) })
     }
 
     /// Distance between slabs of `slab_bytes`: what one takes of the arena.
@@ -321,16 +249,8 @@ impl SlabPool {
 
     /// A free slab, with whatever bytes its last user left; `None` while all are out.
     pub fn take(&self) -> Option<Slab> {
-        let index = self
-            .inner
-            .free
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop()?;
-        Some(Slab {
-            pool: Arc::clone(&self.inner),
-            index,
-        })
+        let index = self.inner.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+        Some(Slab { pool: Arc::clone(&self.inner), index })
     }
 
     /// Bytes of a slab.
@@ -345,11 +265,7 @@ impl SlabPool {
 
     /// Slabs free now.
     pub fn free(&self) -> usize {
-        self.inner
-            .free
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .len()
+        self.inner.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     /// Which pages back the slabs.
@@ -375,13 +291,8 @@ impl SlabPool {
 
 impl fmt::Debug for SlabPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let PoolInner {
-            slab_bytes, slabs, ..
-        } = &*self.inner;
-        f.debug_struct("SlabPool")
-            .field("slab_bytes", slab_bytes)
-            .field("slabs", slabs)
-            .finish_non_exhaustive()
+        let PoolInner { slab_bytes, slabs, .. } = &*self.inner;
+        f.debug_struct("SlabPool").field("slab_bytes", slab_bytes).field("slabs", slabs).finish_non_exhaustive()
     }
 }
 
@@ -413,41 +324,26 @@ impl Slab {
     /// Address of `at`, for a device that owns this slab to let the kernel write `len` bytes there.
     pub(crate) fn address(&self, at: u32, len: u32) -> NonNull<u8> {
         let end = at as usize + len as usize;
-        assert!(
-            end <= self.pool.slab_bytes,
-            "{at} + {len} bytes in a slab of {}",
-            self.pool.slab_bytes
-        );
+        assert!(end <= self.pool.slab_bytes, "{at} + {len} bytes in a slab of {}", self.pool.slab_bytes);
         // SAFETY: `at` is inside the slab, by the assertion.
         unsafe { self.start().add(at as usize) }
     }
 
     fn start(&self) -> NonNull<u8> {
         // SAFETY: `index < slabs`, and the arena holds `slabs * stride` bytes.
-        unsafe {
-            self.pool
-                .arena
-                .base
-                .add(self.index as usize * self.pool.stride)
-        }
+        unsafe { self.pool.arena.base.add(self.index as usize * self.pool.stride) }
     }
 }
 
 impl Drop for Slab {
     fn drop(&mut self) {
-        self.pool
-            .free
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(self.index);
+        self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.index);
     }
 }
 
 impl fmt::Debug for Slab {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slab")
-            .field("index", &self.index)
-            .finish_non_exhaustive()
+        f.debug_struct("Slab").field("index", &self.index).finish_non_exhaustive()
     }
 }
 
@@ -472,12 +368,7 @@ fn anon_huge_bytes(smaps: &str, start: u64, end: u64) -> u64 {
         if let Some((from, to)) = mapping_range(line) {
             inside = from < end && to > start;
         } else if inside && let Some(rest) = line.strip_prefix("AnonHugePages:") {
-            kib += rest
-                .trim()
-                .trim_end_matches("kB")
-                .trim()
-                .parse::<u64>()
-                .unwrap_or(0);
+            kib += rest.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap_or(0);
         }
     }
     kib * 1024
@@ -486,8 +377,5 @@ fn anon_huge_bytes(smaps: &str, start: u64, end: u64) -> u64 {
 /// The address range a mapping's first line starts with.
 fn mapping_range(line: &str) -> Option<(u64, u64)> {
     let (from, to) = line.split_whitespace().next()?.split_once('-')?;
-    Some((
-        u64::from_str_radix(from, 16).ok()?,
-        u64::from_str_radix(to, 16).ok()?,
-    ))
+    Some((u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
 }
