@@ -15,8 +15,8 @@ use std::time::Duration;
 use crate::error::IoError;
 use crate::file::FileSet;
 use crate::limits::{
-    CHUNK_BYTES_MIN, DEPTH_BYTES_MIN, DEPTH_SLABS_MIN, QUEUE_READS, QUEUE_READS_MAX,
-    READER_THREADS, READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN,
+    CHUNK_BYTES_MIN, DEPTH_BYTES_MIN, DEPTH_SLABS_MIN, QUEUE_READS, QUEUE_READS_MAX, READER_THREADS,
+    READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN,
 };
 use crate::plan::Segments;
 use crate::pool::{Slab, SlabPool};
@@ -126,10 +126,7 @@ pub trait Device: Send {
     ///
     /// # Errors
     /// [`Rejected`] with the slab and the reason.
-    #[allow(
-        clippy::result_large_err,
-        reason = "boxing the rejection would allocate on the path that never allocates"
-    )]
+    #[allow(clippy::result_large_err, reason = "boxing the rejection would allocate on the path that never allocates")]
     fn submit(&mut self, read: Read, slab: Slab) -> Result<(), Rejected>;
 
     /// The next finished read; `None` when there is none (and, with [`Wait::Block`], none in flight).
@@ -227,27 +224,19 @@ impl DeviceConfig {
     fn check(&self) -> Result<(), IoError> {
         let bad = |what: String| Err(IoError::BadRequest { what });
         if self.queue == 0 || self.queue > QUEUE_READS_MAX {
-            return bad(format!(
-                "a queue of {} reads; 1 to {QUEUE_READS_MAX}",
-                self.queue
-            ));
+            return bad(format!("a queue of {} reads; 1 to {QUEUE_READS_MAX}", self.queue));
         }
         if self.threads == 0 || self.threads > READER_THREADS_MAX {
-            return bad(format!(
-                "{} reader threads; 1 to {READER_THREADS_MAX}",
-                self.threads
-            ));
+            return bad(format!("{} reader threads; 1 to {READER_THREADS_MAX}", self.threads));
         }
         if !(RING_ENTRIES_MIN..=RING_ENTRIES_MAX).contains(&self.ring_entries) {
             let entries = self.ring_entries;
-            return bad(format!(
-                "a ring of {entries} entries; {RING_ENTRIES_MIN} to {RING_ENTRIES_MAX}"
-            ));
+            return bad(format!("a ring of {entries} entries; {RING_ENTRIES_MIN} to {RING_ENTRIES_MAX}"));
         }
         match self.chunk_bytes {
-            Some(bytes) if bytes == 0 || !bytes.is_multiple_of(CHUNK_BYTES_MIN) => bad(format!(
-                "requests of {bytes} bytes; a multiple of {CHUNK_BYTES_MIN}"
-            )),
+            Some(bytes) if bytes == 0 || !bytes.is_multiple_of(CHUNK_BYTES_MIN) => {
+                bad(format!("requests of {bytes} bytes; a multiple of {CHUNK_BYTES_MIN}"))
+            }
             _ => Ok(()),
         }
     }
@@ -270,11 +259,7 @@ impl DeviceConfig {
 /// # Errors
 /// [`IoError::BadRequest`] for a configuration out of range; [`IoError::RingRefused`] where [`DeviceKind::Uring`] was
 /// asked for and the kernel refuses; [`IoError::Start`] where threads cannot be had.
-pub fn open_device(
-    cfg: &DeviceConfig,
-    files: Arc<FileSet>,
-    pool: &SlabPool,
-) -> Result<Box<dyn Device>, IoError> {
+pub fn open_device(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> Result<Box<dyn Device>, IoError> {
     cfg.check()?;
     match cfg.kind {
         DeviceKind::Threads => threads::open(cfg, files, pool, None),
@@ -288,10 +273,7 @@ pub fn open_device(
             Ok(device) => Ok(device),
             Err(IoError::BadRequest { what }) => Err(IoError::BadRequest { what }),
             Err(error) => {
-                let hint = error
-                    .hint()
-                    .map(|hint| format!("; {hint}"))
-                    .unwrap_or_default();
+                let hint = error.hint().map(|hint| format!("; {hint}")).unwrap_or_default();
                 threads::open(cfg, files, pool, Some(format!("{error}{hint}")))
             }
         },
