@@ -1,4 +1,5 @@
 //! Damaged, incomplete and contradictory model directories: refused at open, with a message that says what and where.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 #[path = "common/safetensors.rs"]
 mod safetensors;

@@ -1,4 +1,5 @@
 //! Conversion: the right bytes in the right place, whatever stops it on the way.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 #[path = "common/safetensors.rs"]
 mod safetensors;
