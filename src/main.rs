@@ -1,2 +1,5 @@
 //! The `millstream` binary.
-fn main() {}
+
+fn main() -> std::process::ExitCode {
+    millstream::cli::main(std::env::args_os())
+}

@@ -2,5 +2,6 @@
 
 pub mod detokenizer;
 mod pyjson;
+pub mod resident;
 pub mod template;
 pub mod tokenizer;

@@ -1,0 +1,299 @@
+//! A device takes a read with the slab it goes to, and gives the slab back with the result.
+
+mod host;
+mod progress;
+mod ring;
+mod schedule;
+pub mod sim;
+mod threads;
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::IoError;
+use crate::file::FileSet;
+use crate::limits::{
+    CHUNK_BYTES_MIN, DEPTH_BYTES_MIN, DEPTH_SLABS_MIN, QUEUE_READS, QUEUE_READS_MAX,
+    READER_THREADS, READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN,
+};
+use crate::plan::Segments;
+use crate::pool::{Slab, SlabPool};
+
+/// Who is served first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Priority {
+    /// Somebody waits for the bytes.
+    Demand,
+    /// A guess; it never delays a demand by more than what the kernel already has.
+    Lookahead,
+}
+
+/// A read into one slab.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Read {
+    /// The caller's name for it; comes back in the completion.
+    pub tag: u64,
+    /// Who is served first.
+    pub priority: Priority,
+    /// Aligned file ranges and their places in the slab.
+    pub segments: Segments,
+}
+
+/// A finished read.
+#[derive(Debug)]
+pub struct Completion {
+    /// Tag of the read.
+    pub tag: u64,
+    /// The slab, the caller's again. Its contents are the file's only where `result` is `Ok`.
+    pub slab: Slab,
+    /// Whole, or why not.
+    pub result: Result<(), IoError>,
+    /// Bytes that came from the files, padding and repeats included.
+    pub bytes: u64,
+    /// From submit to complete.
+    pub service: Duration,
+}
+
+/// What a device that cannot take a read gives back.
+#[derive(Debug)]
+pub struct Rejected {
+    /// The slab, untouched.
+    pub slab: Slab,
+    /// The read, as it was.
+    pub read: Read,
+    /// Why.
+    pub why: RejectReason,
+}
+
+/// Why a read was not taken.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RejectReason {
+    /// As many reads are queued, in flight or waiting to be reaped as the device holds. Reap, then submit again.
+    Full,
+    /// The device died.
+    Dead(IoError),
+    /// The read cannot be right ([`IoError::BadRequest`]).
+    Bad(IoError),
+}
+
+/// Whether `reap` may wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wait {
+    /// Return at once.
+    No,
+    /// Until something completes or nothing is in flight.
+    Block,
+}
+
+/// Counters since the device was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceStats {
+    /// Reads finished, well or not, cancelled ones excepted.
+    pub reads: u64,
+    /// Bytes that came from the files, padding and repeats included.
+    pub bytes: u64,
+    /// Wanted bytes of the reads that succeeded.
+    pub useful_bytes: u64,
+    /// Sum of submit-to-complete times.
+    pub service_ns: u64,
+    /// Time during which at least one read was queued or in flight.
+    pub busy_ns: u64,
+    /// Integral over time of the number of reads that have started and not finished; over `busy_ns`, the mean depth.
+    pub depth_integral_ns: u64,
+    /// Requests repeated: short reads, `EINTR`, `EAGAIN`, refusals, device errors.
+    pub retries: u64,
+}
+
+/// What runs, and why not something better.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceReport {
+    /// `io_uring`, `threads` or `sim`.
+    pub name: &'static str,
+    /// One line with cause and remedy, where the first choice was not possible.
+    pub fallback: Option<String>,
+    /// Bytes of slabs registered with the kernel.
+    pub registered_bytes: u64,
+    /// Further lines worth printing.
+    pub notes: Vec<String>,
+}
+
+/// Reads slabs. One owner submits and reaps; dropping a device waits for the reads the kernel has, and every slab
+/// goes back to its pool.
+pub trait Device: Send {
+    /// Queues a read. Never waits and allocates nothing.
+    ///
+    /// # Errors
+    /// [`Rejected`] with the slab and the reason.
+    #[allow(
+        clippy::result_large_err,
+        reason = "boxing the rejection would allocate on the path that never allocates"
+    )]
+    fn submit(&mut self, read: Read, slab: Slab) -> Result<(), Rejected>;
+
+    /// The next finished read; `None` when there is none (and, with [`Wait::Block`], none in flight).
+    ///
+    /// # Errors
+    /// [`IoError::DeviceDied`] once the finished reads are reaped and the device is dead; it stays so.
+    fn reap(&mut self, wait: Wait) -> Result<Option<Completion>, IoError>;
+
+    /// Reads submitted and not reaped.
+    fn in_flight(&self) -> usize;
+
+    /// Takes back the lookahead reads that have not started; they come back as completions with
+    /// [`IoError::Cancelled`]. Returns how many.
+    fn cancel_lookahead(&mut self) -> usize;
+
+    /// Counters.
+    fn stats(&self) -> DeviceStats;
+
+    /// What runs.
+    fn describe(&self) -> &DeviceReport;
+}
+
+/// Which device to open.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// io_uring where it works and the files are read directly, else threads.
+    #[default]
+    Auto,
+    /// io_uring or nothing.
+    Uring,
+    /// Reader threads; makes no io_uring call, so a filter that kills on one does no harm.
+    Threads,
+}
+
+impl FromStr for DeviceKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<DeviceKind, String> {
+        match text {
+            "auto" => Ok(DeviceKind::Auto),
+            "uring" => Ok(DeviceKind::Uring),
+            "threads" => Ok(DeviceKind::Threads),
+            _ => Err(format!("unknown device '{text}': auto, uring or threads")),
+        }
+    }
+}
+
+impl fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            DeviceKind::Auto => "auto",
+            DeviceKind::Uring => "uring",
+            DeviceKind::Threads => "threads",
+        })
+    }
+}
+
+/// `depth_bytes` that stands for the larger of 64 MiB and four slabs.
+pub const DEPTH_AUTO: u64 = 0;
+
+/// How to open a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceConfig {
+    /// Which device.
+    pub kind: DeviceKind,
+    /// Cap on bytes handed to the kernel at a time; [`DEPTH_AUTO`] for the default. One request always passes.
+    pub depth_bytes: u64,
+    /// Reader threads of the thread device, 1 to 64.
+    pub threads: usize,
+    /// Most reads queued, in flight and not yet reaped together.
+    pub queue: usize,
+    /// Largest single request, a multiple of 64 KiB; `None` lets the device choose.
+    pub chunk_bytes: Option<u32>,
+    /// Submission entries of the ring, 2 to 32768.
+    pub ring_entries: u32,
+    /// Whether to register the slabs with the kernel. Off is for comparison.
+    pub register: bool,
+}
+
+impl Default for DeviceConfig {
+    fn default() -> DeviceConfig {
+        DeviceConfig {
+            kind: DeviceKind::Auto,
+            depth_bytes: DEPTH_AUTO,
+            threads: READER_THREADS,
+            queue: QUEUE_READS,
+            chunk_bytes: None,
+            ring_entries: RING_ENTRIES,
+            register: true,
+        }
+    }
+}
+
+impl DeviceConfig {
+    fn check(&self) -> Result<(), IoError> {
+        let bad = |what: String| Err(IoError::BadRequest { what });
+        if self.queue == 0 || self.queue > QUEUE_READS_MAX {
+            return bad(format!(
+                "a queue of {} reads; 1 to {QUEUE_READS_MAX}",
+                self.queue
+            ));
+        }
+        if self.threads == 0 || self.threads > READER_THREADS_MAX {
+            return bad(format!(
+                "{} reader threads; 1 to {READER_THREADS_MAX}",
+                self.threads
+            ));
+        }
+        if !(RING_ENTRIES_MIN..=RING_ENTRIES_MAX).contains(&self.ring_entries) {
+            let entries = self.ring_entries;
+            return bad(format!(
+                "a ring of {entries} entries; {RING_ENTRIES_MIN} to {RING_ENTRIES_MAX}"
+            ));
+        }
+        match self.chunk_bytes {
+            Some(bytes) if bytes == 0 || !bytes.is_multiple_of(CHUNK_BYTES_MIN) => bad(format!(
+                "requests of {bytes} bytes; a multiple of {CHUNK_BYTES_MIN}"
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Request size: as configured, else `default`, and never below what the files' alignment allows.
+    fn chunk_for(&self, default: u32, files: &FileSet) -> u32 {
+        self.chunk_bytes.unwrap_or(default).max(files.align())
+    }
+
+    fn depth_for(&self, slab_bytes: usize) -> u64 {
+        match self.depth_bytes {
+            DEPTH_AUTO => DEPTH_BYTES_MIN.max(DEPTH_SLABS_MIN * slab_bytes as u64),
+            bytes => bytes,
+        }
+    }
+}
+
+/// Opens a device over `files` that fills slabs of `pool`.
+///
+/// # Errors
+/// [`IoError::BadRequest`] for a configuration out of range; [`IoError::RingRefused`] where [`DeviceKind::Uring`] was
+/// asked for and the kernel refuses; [`IoError::Start`] where threads cannot be had.
+pub fn open_device(
+    cfg: &DeviceConfig,
+    files: Arc<FileSet>,
+    pool: &SlabPool,
+) -> Result<Box<dyn Device>, IoError> {
+    cfg.check()?;
+    match cfg.kind {
+        DeviceKind::Threads => threads::open(cfg, files, pool, None),
+        DeviceKind::Uring => ring::open(cfg, files, pool),
+        DeviceKind::Auto if files.first_direct().is_none() => {
+            let why = "no file is read directly, and through the page cache reader threads are faster than io_uring; \
+                       --device uring overrides";
+            threads::open(cfg, files, pool, Some(why.to_owned()))
+        }
+        DeviceKind::Auto => match ring::open(cfg, Arc::clone(&files), pool) {
+            Ok(device) => Ok(device),
+            Err(IoError::BadRequest { what }) => Err(IoError::BadRequest { what }),
+            Err(error) => {
+                let hint = error
+                    .hint()
+                    .map(|hint| format!("; {hint}"))
+                    .unwrap_or_default();
+                threads::open(cfg, files, pool, Some(format!("{error}{hint}")))
+            }
+        },
+    }
+}

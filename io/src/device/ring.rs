@@ -1,0 +1,519 @@
+//! io_uring on a thread of its own: submission may block for as long as the drive's queue is full, so nobody who
+//! computes submits. The thread owns the ring, which makes the life of every buffer provable.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io::Read as _;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::{Arc, mpsc};
+
+use io_uring::{IoUring, Probe, opcode, squeue, types};
+
+use crate::device::host::{Hosted, Shared, Waker};
+use crate::device::schedule::{Issue, Limits, Schedule};
+use crate::device::{Device, DeviceConfig, DeviceReport};
+use crate::error::{Errno, ErrnoKind, IoError};
+use crate::file::{FileId, FileSet};
+use crate::limits::{ENTER_RETRIES_MAX, RING_BUFFERED_WORKERS, RING_CHUNK_BYTES, SLAB_BYTES_MAX};
+use crate::pool::{Arena, SlabPool};
+
+/// `user_data` of the poll that ends the wait; operations count from 0.
+const WAKE: u64 = u64::MAX;
+/// `user_data` of the read made before the first real one.
+const PROBE: u64 = u64::MAX - 1;
+
+/// Probes io_uring and starts its thread.
+pub(crate) fn open(
+    cfg: &DeviceConfig,
+    files: Arc<FileSet>,
+    pool: &SlabPool,
+) -> Result<Box<dyn Device>, IoError> {
+    let event = event_fd()?;
+    let waker = event.try_clone().map_err(|error| IoError::Start {
+        what: "an eventfd",
+        errno: Errno::of(&error),
+    })?;
+    let (tell_setup, setup) = mpsc::sync_channel(1);
+    let (hand_over, handed_over) = mpsc::sync_channel::<Arc<Shared>>(1);
+    let (cfg_there, files_there, pool_there) = (*cfg, Arc::clone(&files), pool.clone());
+    // A ring may belong to the one thread that made it, so setup, probe and registration all happen over there.
+    let spawned = std::thread::Builder::new()
+        .name("ring".to_owned())
+        .spawn(
+            move || match Driver::new(&cfg_there, &files_there, &pool_there, event) {
+                Err(error) => drop(tell_setup.send(Err(error))),
+                Ok(mut driver) => {
+                    if tell_setup.send(Ok(driver.facts.clone())).is_ok()
+                        && let Ok(shared) = handed_over.recv()
+                    {
+                        driver.serve(&shared);
+                    }
+                }
+            },
+        );
+    let thread = spawned.map_err(|error| IoError::Start {
+        what: "the ring's thread",
+        errno: Errno::of(&error),
+    })?;
+    let facts = match setup.recv() {
+        Ok(Ok(facts)) => facts,
+        Ok(Err(error)) => {
+            let _ = thread.join();
+            return Err(error);
+        }
+        Err(_) => {
+            let _ = thread.join();
+            return Err(IoError::DeviceDied {
+                cause: "the ring's thread ended during setup".to_owned(),
+            });
+        }
+    };
+    let whole_slab = (pool.slab_bytes() as u32).next_multiple_of(files.align());
+    let default_chunk = if facts.registered_bytes > 0 {
+        RING_CHUNK_BYTES
+    } else {
+        whole_slab
+    };
+    let limits = Limits {
+        depth_bytes: cfg.depth_for(pool.slab_bytes()),
+        chunk_bytes: cfg.chunk_for(default_chunk, &files),
+        // One entry is the wake-up poll's: then neither queue can overflow.
+        calls: facts.entries as usize - 1,
+        reads: cfg.queue,
+    };
+    let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
+    let report = DeviceReport {
+        name: "io_uring",
+        fallback: None,
+        registered_bytes: facts.registered_bytes,
+        notes: facts.notes,
+    };
+    let _ = hand_over.send(Arc::clone(&shared));
+    Ok(Box::new(Hosted::new(
+        shared,
+        Waker::Event(waker),
+        vec![thread],
+        report,
+    )))
+}
+
+/// What the setup found.
+#[derive(Clone, Debug, Default)]
+struct Facts {
+    entries: u32,
+    registered_bytes: u64,
+    notes: Vec<String>,
+}
+
+/// The ring's thread.
+struct Driver {
+    ring: IoUring,
+    event: File,
+    armed: bool,
+    registered: Registered,
+    results: Vec<(u64, i32)>,
+    facts: Facts,
+}
+
+/// The part of the arena the kernel has pinned, as a table of equal pieces.
+#[derive(Clone, Copy, Debug, Default)]
+struct Registered {
+    base: usize,
+    bytes: usize,
+    /// A multiple of the slab stride, so that no slab crosses a border.
+    piece: usize,
+}
+
+impl Driver {
+    fn new(
+        cfg: &DeviceConfig,
+        files: &FileSet,
+        pool: &SlabPool,
+        event: File,
+    ) -> Result<Driver, IoError> {
+        let ring = set_up(cfg.ring_entries)?;
+        let mut facts = Facts {
+            entries: ring.params().sq_entries(),
+            ..Facts::default()
+        };
+        let mut probe = Probe::new();
+        ring.submitter()
+            .register_probe(&mut probe)
+            .map_err(|error| refused("register_probe", Errno::of(&error)))?;
+        for (code, name) in [
+            (opcode::Read::CODE, "support for READ"),
+            (opcode::ReadFixed::CODE, "support for READ_FIXED"),
+            (opcode::PollAdd::CODE, "support for POLL_ADD"),
+        ] {
+            if !probe.is_supported(code) {
+                return Err(refused(name, Errno(libc::EOPNOTSUPP)));
+            }
+        }
+        if files.first_direct().is_none() {
+            // Buffered reads run on kernel workers; without a cap there may be one per request. Advice only.
+            let _ = ring
+                .submitter()
+                .register_iowq_max_workers(&mut [RING_BUFFERED_WORKERS, 0]);
+        }
+        let mut driver = Driver {
+            ring,
+            event,
+            armed: false,
+            registered: Registered::default(),
+            results: Vec::new(),
+            facts: Facts::default(),
+        };
+        driver
+            .results
+            .reserve_exact(driver.ring.params().cq_entries() as usize);
+        driver.probe_read(files)?;
+        if cfg.register {
+            match register(&driver.ring, pool) {
+                Ok(registered) => driver.registered = registered,
+                Err(note) => facts.notes.push(note),
+            }
+        }
+        facts.registered_bytes = driver.registered.bytes as u64;
+        driver.facts = facts;
+        Ok(driver)
+    }
+
+    /// Reads one sector of the first file: a filter may let the setup pass and forbid the rest.
+    fn probe_read(&mut self, files: &FileSet) -> Result<(), IoError> {
+        if files.is_empty() {
+            return Ok(());
+        }
+        let source = files.source(files.first_direct().unwrap_or(FileId(0)));
+        let buffer = Arena::new(files.align() as usize)?;
+        // The kernel may write until the result is in: where that never comes, the buffer must never be freed.
+        let mut buffer = std::mem::ManuallyDrop::new(buffer);
+        let memory = buffer.as_mut_slice();
+        let entry = opcode::Read::new(
+            types::Fd(source.fd),
+            memory.as_mut_ptr(),
+            memory.len() as u32,
+        )
+        .build()
+        .user_data(PROBE);
+        self.push(&entry)
+            .map_err(|_| refused("queueing a read", Errno(libc::EBUSY)))?;
+        for _ in 0..ENTER_RETRIES_MAX {
+            match self.ring.submit_and_wait(1) {
+                Ok(_) => {}
+                Err(error) if passing(Errno::of(&error)) => {}
+                Err(error) => return Err(refused("io_uring_enter", Errno::of(&error))),
+            }
+            if let Some(done) = self.ring.completion().next() {
+                drop(std::mem::ManuallyDrop::into_inner(buffer));
+                let errno = Errno(done.result().saturating_neg());
+                // Damage at the first byte is for the reader to report; the ring did its part.
+                let works = done.result() >= 0 || errno.kind() == ErrnoKind::Damaged;
+                return if works {
+                    Ok(())
+                } else {
+                    Err(refused("the first read", errno))
+                };
+            }
+        }
+        Err(refused("waiting for the first read", Errno(libc::ETIME)))
+    }
+
+    /// Serves until the device stops and the kernel has given everything back.
+    fn serve(&mut self, shared: &Shared) {
+        let watch = DeathWatch { shared };
+        match self.run(shared) {
+            Ok(()) => std::mem::forget(watch),
+            Err(cause) => {
+                std::mem::forget(watch);
+                shared.lock().schedule.abandon();
+                shared.die(cause);
+            }
+        }
+    }
+
+    fn run(&mut self, shared: &Shared) -> Result<(), String> {
+        let mut fruitless = 0;
+        loop {
+            let mut state = shared.lock();
+            if state.stop && state.schedule.calls_out() == 0 {
+                return Ok(());
+            }
+            let now_ns = shared.now_ns();
+            while !state.stop
+                && let Some(issue) = state.schedule.next(now_ns)
+            {
+                self.push_read(&issue)?;
+            }
+            let pause_ns = state
+                .schedule
+                .next_retry_ns()
+                .map(|at| at.saturating_sub(now_ns).max(1));
+            state.asleep = true;
+            drop(state);
+
+            if !self.armed {
+                let poll =
+                    opcode::PollAdd::new(types::Fd(self.event.as_raw_fd()), libc::POLLIN as u32);
+                self.push(&poll.build().user_data(WAKE))?;
+                self.armed = true;
+            }
+            match self.enter(pause_ns) {
+                Ok(()) => fruitless = 0,
+                Err(errno) if passing(errno) && fruitless < ENTER_RETRIES_MAX => {
+                    // EINTR and ETIME are ordinary; the others mean the kernel is short of something.
+                    if !matches!(errno.0, libc::EINTR | libc::ETIME) {
+                        fruitless += 1;
+                        std::thread::yield_now();
+                    }
+                }
+                Err(errno) => return Err(format!("io_uring_enter failed: {errno}")),
+            }
+            self.collect(shared)?;
+        }
+    }
+
+    /// Submits what is queued and waits for a result, or for the pause to end.
+    fn enter(&self, pause_ns: Option<u64>) -> Result<(), Errno> {
+        let outcome = match pause_ns {
+            None => self.ring.submit_and_wait(1),
+            Some(pause_ns) if self.ring.params().is_feature_ext_arg() => {
+                let pause = types::Timespec::from(std::time::Duration::from_nanos(pause_ns));
+                let args = types::SubmitArgs::new().timespec(&pause);
+                self.ring.submitter().submit_with_args(1, &args)
+            }
+            // Kernels before 5.11 cannot time the wait.
+            Some(pause_ns) => {
+                std::thread::sleep(std::time::Duration::from_nanos(pause_ns));
+                self.ring.submit()
+            }
+        };
+        outcome.map(drop).map_err(|error| Errno::of(&error))
+    }
+
+    /// Takes all results, of which there may be none after a successful wait.
+    fn collect(&mut self, shared: &Shared) -> Result<(), String> {
+        self.results.clear();
+        for done in self.ring.completion() {
+            self.results.push((done.user_data(), done.result()));
+        }
+        let mut state = shared.lock();
+        state.asleep = false;
+        if self.results.is_empty() {
+            return Ok(());
+        }
+        let now_ns = shared.now_ns();
+        for (user_data, result) in self.results.iter().copied() {
+            if user_data == WAKE {
+                self.armed = false;
+                let mut count = [0u8; 8];
+                // Empty where a spurious wake-up took the count before.
+                let _ = (&self.event).read(&mut count);
+                if result < 0 && !passing(Errno(-result)) {
+                    return Err(format!("polling the eventfd failed: {}", Errno(-result)));
+                }
+            } else {
+                let op = u32::try_from(user_data)
+                    .map_err(|_| format!("a result for unknown request {user_data}"))?;
+                state.schedule.complete(op, result, now_ns);
+            }
+        }
+        if state.schedule.has_ready() {
+            shared.notify_ready();
+        }
+        Ok(())
+    }
+
+    fn push_read(&mut self, issue: &Issue) -> Result<(), String> {
+        let fd = types::Fd(issue.fd);
+        let address = issue.address.as_ptr();
+        let entry = match self
+            .registered
+            .index_of(address as usize, issue.len as usize)
+        {
+            Some(index) => opcode::ReadFixed::new(fd, address, issue.len, index)
+                .offset(issue.offset)
+                .build(),
+            None => opcode::Read::new(fd, address, issue.len)
+                .offset(issue.offset)
+                .build(),
+        };
+        // A buffered read may sleep in the submission: hand it to a kernel worker at once.
+        let flags = if issue.direct {
+            squeue::Flags::empty()
+        } else {
+            squeue::Flags::ASYNC
+        };
+        self.push(&entry.flags(flags).user_data(u64::from(issue.op)))
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) -> Result<(), String> {
+        // SAFETY: a poll has no memory. A read's memory is a slab that `Schedule` keeps in the slot of its operation
+        // until the result is in, or leaks (`abandon`), or the probe's buffer, which is leaked likewise; descriptors
+        // stay open as long as the `FileSet` that the schedule holds, and the eventfd as long as this driver.
+        let pushed = unsafe { self.ring.submission().push(entry) };
+        pushed.map_err(|_| "the submission queue overflowed".to_owned())
+    }
+}
+
+impl Registered {
+    /// Table index of the piece that holds the whole range.
+    fn index_of(&self, address: usize, len: usize) -> Option<u16> {
+        let from = address.checked_sub(self.base)?;
+        if from + len > self.bytes {
+            return None;
+        }
+        let (first, last) = (from / self.piece, (from + len - 1) / self.piece);
+        if first == last {
+            u16::try_from(first).ok()
+        } else {
+            None
+        }
+    }
+}
+
+/// A panic of the ring's thread: what the kernel has is leaked, and the device is dead.
+struct DeathWatch<'a> {
+    shared: &'a Shared,
+}
+
+impl Drop for DeathWatch<'_> {
+    fn drop(&mut self) {
+        self.shared.lock().schedule.abandon();
+        self.shared.die("the ring's thread panicked".to_owned());
+    }
+}
+
+/// Makes the ring with the newest flags the kernel takes: completions then never interrupt another thread.
+fn set_up(entries: u32) -> Result<IoUring, IoError> {
+    let mut newest = IoUring::builder();
+    newest.setup_single_issuer().setup_defer_taskrun();
+    let mut middle = IoUring::builder();
+    middle.setup_coop_taskrun();
+    let mut errno = Errno(libc::EINVAL);
+    for builder in [&mut newest, &mut middle, &mut IoUring::builder()] {
+        match builder.dontfork().build(entries) {
+            Ok(ring) => return Ok(ring),
+            Err(error) => errno = Errno::of(&error),
+        }
+        if errno.0 != libc::EINVAL {
+            break;
+        }
+    }
+    Err(refused("io_uring_setup", errno))
+}
+
+/// Pins the arena, or as many whole slabs as the limit on locked memory allows; the reason where that is not all.
+fn register(ring: &IoUring, pool: &SlabPool) -> Result<Registered, String> {
+    let stride = pool.stride();
+    let bytes = stride * pool.slabs();
+    let piece = (SLAB_BYTES_MAX / stride).max(1) * stride;
+    let base = pool.base().as_ptr() as usize;
+    if stride > SLAB_BYTES_MAX {
+        return Err(format!(
+            "slabs of {stride} bytes are too big to register; reads pin them one by one"
+        ));
+    }
+    raise_memlock();
+    let table: Vec<libc::iovec> = (0..bytes)
+        .step_by(piece)
+        .map(|from| libc::iovec {
+            iov_base: pool.base().as_ptr().wrapping_add(from).cast(),
+            iov_len: piece.min(bytes - from),
+        })
+        .collect();
+    // SAFETY: the pieces lie inside the arena, which outlives the ring: the closure of the ring's thread holds the
+    // pool and drops it after the driver.
+    let outcome = unsafe { ring.submitter().register_buffers(&table) };
+    outcome.map(|()| Registered { base, bytes, piece }).map_err(|error| {
+        let allowed = match memlock() {
+            Some(libc::RLIM_INFINITY) | None => "unlimited".to_owned(),
+            Some(limit) => format!("{} MiB", limit >> 20),
+        };
+        format!(
+            "{} MiB of slabs could not be registered ({}; memory that may be locked: {allowed}): reads cost more CPU; \
+             raise `ulimit -l`",
+            bytes.div_ceil(1 << 20),
+            Errno::of(&error)
+        )
+    })
+}
+
+/// The soft limit on locked memory; `None` where it cannot be read.
+fn memlock() -> Option<libc::rlim_t> {
+    limits_of_memlock().map(|limits| limits.rlim_cur)
+}
+
+fn limits_of_memlock() -> Option<libc::rlimit> {
+    let mut limits = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: `limits` is a valid place for the answer and outlives the call.
+    let rc = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limits) };
+    (rc == 0).then_some(limits)
+}
+
+/// Registered memory counts as locked: use all that this process may lock. A refusal leaves the limit as it is.
+fn raise_memlock() {
+    if let Some(limits) = limits_of_memlock() {
+        let raised = libc::rlimit {
+            rlim_cur: limits.rlim_max,
+            ..limits
+        };
+        // SAFETY: `raised` is a valid limit and outlives the call.
+        let _ = unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const raised) };
+    }
+}
+
+fn event_fd() -> Result<File, IoError> {
+    // SAFETY: the call takes no memory.
+    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+    if fd < 0 {
+        return Err(IoError::Start {
+            what: "an eventfd",
+            errno: Errno::last(),
+        });
+    }
+    // SAFETY: the descriptor was just made and belongs to nobody else.
+    Ok(unsafe { File::from_raw_fd(fd) })
+}
+
+/// Whether an errno of a wait says "not now" rather than "not ever".
+fn passing(errno: Errno) -> bool {
+    matches!(errno.kind(), ErrnoKind::Interrupted | ErrnoKind::Again)
+}
+
+fn refused(step: &'static str, errno: Errno) -> IoError {
+    IoError::RingRefused {
+        step,
+        errno,
+        remedy: remedy(errno),
+    }
+}
+
+/// What would make io_uring available, as far as the machine shows.
+fn remedy(errno: Errno) -> String {
+    let switch = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
+    let filtered = std::fs::read_to_string("/proc/self/status").is_ok_and(|status| {
+        status
+            .lines()
+            .any(|line| line.starts_with("Seccomp:") && line.trim_end().ends_with('2'))
+    });
+    match errno.kind() {
+        ErrnoKind::Denied if switch.trim() == "1" || switch.trim() == "2" => {
+            format!("kernel.io_uring_disabled is {}: allow it with `sysctl kernel.io_uring_disabled=0`", switch.trim())
+        }
+        ErrnoKind::Denied | ErrnoKind::NoSystemCall if filtered => {
+            "a seccomp filter forbids io_uring, as container runtimes do: run with a profile that allows io_uring_setup, \
+             io_uring_enter and io_uring_register"
+                .to_owned()
+        }
+        ErrnoKind::Denied => "a security policy forbids io_uring (SELinux, AppArmor or a BPF filter)".to_owned(),
+        ErrnoKind::NoSystemCall => "this kernel has no io_uring: 5.6 or newer has".to_owned(),
+        ErrnoKind::NoMemory => {
+            let limit = memlock().map_or(0, |limit| limit >> 10);
+            format!("memory that may be locked is limited to {limit} KiB: raise `ulimit -l`")
+        }
+        _ => "reader threads need no io_uring: --device threads".to_owned(),
+    }
+}

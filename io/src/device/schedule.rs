@@ -1,0 +1,844 @@
+//! Order, depth and bookkeeping of reads, without any I/O: which call to make next, and what a result completes.
+//!
+//! Everything is sized at the start. A read occupies a slot from `admit` to its completion, and its requests occupy
+//! operations from `next` to their last result; slabs sit in the slots, so nobody else can touch them meanwhile.
+
+use std::collections::VecDeque;
+use std::os::fd::RawFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::device::progress::{Call, Chunk, Fault, Step};
+use crate::device::{Completion, DeviceStats, Priority, Read, RejectReason, Rejected};
+use crate::error::{IoError, ReadRange};
+use crate::file::{FileId, FileSet};
+use crate::plan::Segment;
+use crate::pool::{Slab, SlabPool};
+use crate::sector::is_aligned;
+
+/// Bounds of a schedule.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub depth_bytes: u64,
+    pub chunk_bytes: u32,
+    /// Requests handed out at a time.
+    pub calls: usize,
+    /// Reads admitted and not yet taken as completions.
+    pub reads: usize,
+}
+
+/// A call to make: read `len` bytes at `offset` of `fd` to `address`, then report the result for `op`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Issue {
+    pub op: u32,
+    pub file: FileId,
+    pub fd: RawFd,
+    pub direct: bool,
+    pub offset: u64,
+    pub len: u32,
+    /// Stays valid, and nobody else's, until `complete` is called for `op`.
+    pub address: NonNull<u8>,
+}
+
+pub(crate) struct Schedule {
+    files: Arc<FileSet>,
+    pool: SlabPool,
+    limits: Limits,
+    slots: Vec<Option<Active>>,
+    free_slots: Vec<u32>,
+    /// Reads nothing of which has been handed out, sorted.
+    waiting: Vec<Waiting>,
+    /// The read being handed out, one for each priority.
+    current: [Option<u32>; 2],
+    /// Where the last read that started lies: the sweep goes on upwards from here, so that no read is passed over
+    /// for ever by newcomers in front of it.
+    head: (FileId, u64),
+    ops: Vec<Op>,
+    free_ops: Vec<u32>,
+    /// Operations to be called again.
+    again: Vec<u32>,
+    ready: VecDeque<Completion>,
+    bytes_out: u64,
+    calls_out: usize,
+    active: usize,
+    started: usize,
+    stopping: bool,
+    stats: DeviceStats,
+    clock_ns: u64,
+}
+
+/// A read that has not started, by the order in which reads are served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Waiting {
+    priority: Priority,
+    place: (FileId, u64),
+    submitted_ns: u64,
+    slot: u32,
+}
+
+struct Active {
+    read: Read,
+    slab: Slab,
+    submitted_ns: u64,
+    started: bool,
+    /// First byte not yet handed out: segment and offset inside it.
+    segment: usize,
+    inside: u32,
+    /// Operations of this read, in the kernel or waiting to be called again.
+    outstanding: u32,
+    bytes: u64,
+    /// The failure nearest to the start of the slab, with its place.
+    failure: Option<(u32, IoError)>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Op {
+    slot: u32,
+    segment: usize,
+    chunk: Chunk,
+    call: Call,
+    not_before_ns: u64,
+}
+
+impl Schedule {
+    pub fn new(files: Arc<FileSet>, pool: SlabPool, limits: Limits) -> Schedule {
+        let Limits { reads, calls, .. } = limits;
+        Schedule {
+            files,
+            pool,
+            limits,
+            slots: (0..reads).map(|_| None).collect(),
+            free_slots: (0..reads as u32).rev().collect(),
+            waiting: Vec::with_capacity(reads),
+            current: [None; 2],
+            head: (FileId(0), 0),
+            ops: vec![Op::default(); calls],
+            free_ops: (0..calls as u32).rev().collect(),
+            again: Vec::with_capacity(calls),
+            ready: VecDeque::with_capacity(reads),
+            bytes_out: 0,
+            calls_out: 0,
+            active: 0,
+            started: 0,
+            stopping: false,
+            stats: DeviceStats::default(),
+            clock_ns: 0,
+        }
+    }
+
+    /// Takes a read, or gives it back.
+    #[allow(
+        clippy::result_large_err,
+        reason = "boxing the rejection would allocate on the path that never allocates"
+    )]
+    pub fn admit(&mut self, read: Read, slab: Slab, now_ns: u64) -> Result<(), Rejected> {
+        if let Err(error) = self.check(&read, &slab) {
+            return Err(Rejected {
+                slab,
+                read,
+                why: RejectReason::Bad(error),
+            });
+        }
+        if self.in_flight() >= self.limits.reads {
+            return Err(Rejected {
+                slab,
+                read,
+                why: RejectReason::Full,
+            });
+        }
+        let Some(slot) = self.free_slots.pop() else {
+            return Err(Rejected {
+                slab,
+                read,
+                why: RejectReason::Full,
+            });
+        };
+        self.tick(now_ns);
+        self.active += 1;
+        self.slots[slot as usize] = Some(Active {
+            read,
+            slab,
+            submitted_ns: now_ns,
+            started: false,
+            segment: 0,
+            inside: 0,
+            outstanding: 0,
+            bytes: 0,
+            failure: None,
+        });
+        let first = read.segments[0];
+        let place = (first.file, first.offset);
+        let newcomer = Waiting {
+            priority: read.priority,
+            place,
+            submitted_ns: now_ns,
+            slot,
+        };
+        let position = self.waiting.partition_point(|other| *other < newcomer);
+        self.waiting.insert(position, newcomer);
+        Ok(())
+    }
+
+    /// The next call to make, if depth allows one now.
+    pub fn next(&mut self, now_ns: u64) -> Option<Issue> {
+        if let Some(position) = self
+            .again
+            .iter()
+            .position(|op| self.ops[*op as usize].not_before_ns <= now_ns)
+        {
+            let op = self.again[position];
+            let Op { chunk, slot, .. } = self.ops[op as usize];
+            let priority = self.slots[slot as usize]
+                .as_ref()
+                .map_or(Priority::Demand, |active| active.read.priority);
+            if !self.fits(chunk.len - chunk.got, priority) {
+                return None;
+            }
+            self.again.swap_remove(position);
+            return Some(self.issue(op));
+        }
+        let (slot, position) = self.choose()?;
+        let active = self.slots[slot as usize].as_ref()?;
+        let (priority, segment) = (active.read.priority, active.read.segments[active.segment]);
+        let len = self.limits.chunk_bytes.min(segment.len - active.inside);
+        if !self.fits(len, priority) {
+            return None;
+        }
+        let op = self.free_ops.pop()?;
+        self.tick(now_ns);
+        if let Some(position) = position {
+            self.head = self.waiting.remove(position).place;
+            self.current[priority as usize] = Some(slot);
+            self.started += 1;
+        }
+        let active = self.slots[slot as usize].as_mut()?;
+        active.started = true;
+        let chunk = chunk_at(segment, active.inside, len);
+        self.ops[op as usize] = Op {
+            slot,
+            segment: active.segment,
+            chunk,
+            call: Call::default(),
+            not_before_ns: now_ns,
+        };
+        active.outstanding += 1;
+        active.inside += len;
+        // Padding after the last wanted byte is read with it or not at all.
+        if active.inside >= segment.want {
+            active.segment += 1;
+            active.inside = 0;
+        }
+        if active.segment == active.read.segments.len() {
+            self.current[priority as usize] = None;
+        }
+        Some(self.issue(op))
+    }
+
+    /// Takes the result of a call: bytes, or a negative errno.
+    pub fn complete(&mut self, op: u32, result: i32, now_ns: u64) {
+        let record = &mut self.ops[op as usize];
+        self.bytes_out -= u64::from(record.call.len);
+        self.calls_out -= 1;
+        let step = record.chunk.advance(record.call, result);
+        let (slot, chunk, segment) = (record.slot, record.chunk, record.segment);
+        let arrived = u64::try_from(result).unwrap_or(0);
+        self.stats.bytes += arrived;
+        if let Some(active) = &mut self.slots[slot as usize] {
+            active.bytes += arrived;
+        }
+        match step {
+            Step::Done => {}
+            Step::Again { pause_ns } => {
+                return self.repeat(op, now_ns.saturating_add(pause_ns), now_ns);
+            }
+            Step::Refused(errno) => match self.files.refuse_direct(chunk.file, errno) {
+                Ok(()) => return self.repeat(op, now_ns, now_ns),
+                Err(error) => self.fail(slot, chunk.at, error, now_ns),
+            },
+            Step::Failed(fault) => {
+                let error = self.failure(slot, segment, &chunk, fault);
+                self.fail(slot, chunk.at, error, now_ns);
+            }
+        }
+        self.release(op, now_ns);
+    }
+
+    pub fn take_ready(&mut self) -> Option<Completion> {
+        self.ready.pop_front()
+    }
+
+    pub fn has_ready(&self) -> bool {
+        !self.ready.is_empty()
+    }
+
+    /// Reads admitted and not yet taken.
+    pub fn in_flight(&self) -> usize {
+        self.active + self.ready.len()
+    }
+
+    /// Calls made and not completed.
+    pub fn calls_out(&self) -> usize {
+        self.calls_out
+    }
+
+    /// Whether `next` may have something once depth or time allows.
+    pub fn has_work(&self) -> bool {
+        !self.waiting.is_empty()
+            || !self.again.is_empty()
+            || self.current.iter().any(Option::is_some)
+    }
+
+    /// When the earliest paused request may go on.
+    pub fn next_retry_ns(&self) -> Option<u64> {
+        self.again
+            .iter()
+            .map(|op| self.ops[*op as usize].not_before_ns)
+            .min()
+    }
+
+    pub fn cancel_lookahead(&mut self, now_ns: u64) -> usize {
+        let mut count = 0;
+        while let Some(last) = self
+            .waiting
+            .pop_if(|last| last.priority == Priority::Lookahead)
+        {
+            self.finish(last.slot, Err(IoError::Cancelled), now_ns);
+            count += 1;
+        }
+        count
+    }
+
+    pub fn stats(&self) -> DeviceStats {
+        self.stats
+    }
+
+    /// From now on no call is handed out; reads without one in the kernel give their slabs back.
+    pub fn stop(&mut self, now_ns: u64) {
+        self.stopping = true;
+        self.waiting.clear();
+        self.current = [None; 2];
+        while let Some(op) = self.again.pop() {
+            self.release(op, now_ns);
+        }
+        for slot in 0..self.slots.len() {
+            if self.slots[slot]
+                .as_ref()
+                .is_some_and(|active| active.outstanding == 0)
+            {
+                self.finish(slot as u32, Err(IoError::Cancelled), now_ns);
+            }
+        }
+    }
+
+    /// The kernel may go on writing and nobody will hear of it: the slabs it has are never given back.
+    pub fn abandon(&mut self) {
+        for slot in &mut self.slots {
+            if let Some(active) = slot.take_if(|active| active.outstanding > 0) {
+                std::mem::forget(active.slab);
+            }
+        }
+    }
+
+    /// The bytes a call is to fill, for a device that fills them itself.
+    pub fn call_bytes(&mut self, op: u32) -> &mut [u8] {
+        let Op {
+            slot, chunk, call, ..
+        } = self.ops[op as usize];
+        let from = (chunk.at + call.skip) as usize;
+        let active = self.slots[slot as usize].as_mut();
+        active.map_or(&mut [], |active| {
+            &mut active.slab.bytes_mut()[from..from + call.len as usize]
+        })
+    }
+
+    fn check(&self, read: &Read, slab: &Slab) -> Result<(), IoError> {
+        let bad = |what: String| Err(IoError::BadRequest { what });
+        if !self.pool.owns(slab) {
+            return bad("the slab is of another pool".to_owned());
+        }
+        if read.segments.is_empty() {
+            return bad("no segment".to_owned());
+        }
+        let (align, slab_bytes) = (u64::from(self.files.align()), self.pool.slab_bytes() as u64);
+        let mut free_from = 0;
+        for Segment {
+            file,
+            offset,
+            len,
+            at,
+            want,
+        } in read.segments.iter().copied()
+        {
+            self.files.checked_len(file)?;
+            if want == 0 || want > len {
+                return bad(format!("{want} of {len} bytes wanted"));
+            }
+            if !(is_aligned(offset, align)
+                && is_aligned(u64::from(len), align)
+                && is_aligned(u64::from(at), align))
+            {
+                return bad(format!(
+                    "{len} bytes at {offset} to {at} of the slab are not aligned to {align}"
+                ));
+            }
+            if offset
+                .checked_add(u64::from(len))
+                .is_none_or(|end| end > i64::MAX as u64)
+            {
+                return bad(format!("{len} bytes at {offset} pass the largest offset"));
+            }
+            if u64::from(at) < free_from || u64::from(at) + u64::from(len) > slab_bytes {
+                return bad(format!(
+                    "{len} bytes at {at} of a slab of {slab_bytes} whose first {free_from} are taken"
+                ));
+            }
+            free_from = u64::from(at) + u64::from(len);
+        }
+        Ok(())
+    }
+
+    /// The read to hand out from: of each priority first the one that has started, then the next upwards of `head`,
+    /// then the lowest. With its position where it waits.
+    fn choose(&self) -> Option<(u32, Option<usize>)> {
+        for priority in [Priority::Demand, Priority::Lookahead] {
+            if let Some(slot) = self.current[priority as usize] {
+                return Some((slot, None));
+            }
+            let from = self
+                .waiting
+                .partition_point(|other| other.priority < priority);
+            let above = self
+                .waiting
+                .partition_point(|other| (other.priority, other.place) <= (priority, self.head));
+            for position in [above, from] {
+                if let Some(found) = self
+                    .waiting
+                    .get(position)
+                    .filter(|found| found.priority == priority)
+                {
+                    return Some((found.slot, Some(position)));
+                }
+            }
+        }
+        None
+    }
+
+    /// Whether `len` more bytes may go to the kernel. Lookahead leaves a quarter of the depth to demand. One request
+    /// always passes, or a depth below the request size would stop everything.
+    fn fits(&self, len: u32, priority: Priority) -> bool {
+        let depth = match priority {
+            Priority::Demand => self.limits.depth_bytes,
+            Priority::Lookahead => self.limits.depth_bytes / 4 * 3,
+        };
+        self.calls_out == 0 || self.bytes_out + u64::from(len) <= depth
+    }
+
+    fn issue(&mut self, op: u32) -> Issue {
+        let align = self.files.align();
+        let record = &mut self.ops[op as usize];
+        let chunk = &record.chunk;
+        let source = self.files.source(chunk.file);
+        let call = chunk.call(source.direct, align);
+        record.call = call;
+        self.bytes_out += u64::from(call.len);
+        self.calls_out += 1;
+        let slab = self.slots[record.slot as usize]
+            .as_ref()
+            .map(|active| &active.slab);
+        let Some(slab) = slab else {
+            unreachable!("operation {op} belongs to no read")
+        };
+        Issue {
+            op,
+            file: chunk.file,
+            fd: source.fd,
+            direct: source.direct,
+            offset: chunk.offset + u64::from(call.skip),
+            len: call.len,
+            address: slab.address(chunk.at + call.skip, call.len),
+        }
+    }
+
+    /// Calls `op` again, unless its read has failed nearer to the start or the device is stopping.
+    fn repeat(&mut self, op: u32, not_before_ns: u64, now_ns: u64) {
+        self.stats.retries += 1;
+        let record = &mut self.ops[op as usize];
+        record.not_before_ns = not_before_ns;
+        let (slot, at) = (record.slot, record.chunk.at);
+        let failure = self.slots[slot as usize]
+            .as_ref()
+            .and_then(|active| active.failure.as_ref());
+        if self.stopping || failure.is_some_and(|(failed_at, _)| *failed_at < at) {
+            self.release(op, now_ns);
+        } else {
+            self.again.push(op);
+        }
+    }
+
+    /// Records a failure: nothing new of the read is handed out, and what is paused behind the failure is dropped.
+    /// What lies before it goes on, so that the error is the same whatever the order of results.
+    fn fail(&mut self, slot: u32, at: u32, error: IoError, now_ns: u64) {
+        let Some(active) = &mut self.slots[slot as usize] else {
+            return;
+        };
+        match &active.failure {
+            Some((known, _)) if *known <= at => {}
+            _ => active.failure = Some((at, error)),
+        }
+        for current in &mut self.current {
+            current.take_if(|current| *current == slot);
+        }
+        let mut position = 0;
+        while position < self.again.len() {
+            let op = self.again[position];
+            let record = &self.ops[op as usize];
+            if record.slot == slot && record.chunk.at > at {
+                self.again.swap_remove(position);
+                self.release(op, now_ns);
+            } else {
+                position += 1;
+            }
+        }
+    }
+
+    /// Ends an operation, and its read with the last one.
+    fn release(&mut self, op: u32, now_ns: u64) {
+        let slot = self.ops[op as usize].slot;
+        self.free_ops.push(op);
+        let Some(active) = &mut self.slots[slot as usize] else {
+            return;
+        };
+        active.outstanding -= 1;
+        let handed_out = active.segment == active.read.segments.len();
+        if active.outstanding == 0 && (handed_out || active.failure.is_some() || self.stopping) {
+            let result = match active.failure.take() {
+                Some((_, error)) => Err(error),
+                None if self.stopping => Err(IoError::Cancelled),
+                None => Ok(()),
+            };
+            self.finish(slot, result, now_ns);
+        }
+    }
+
+    fn finish(&mut self, slot: u32, result: Result<(), IoError>, now_ns: u64) {
+        self.tick(now_ns);
+        let Some(Active {
+            read,
+            slab,
+            submitted_ns,
+            started,
+            bytes,
+            ..
+        }) = self.slots[slot as usize].take()
+        else {
+            return;
+        };
+        self.free_slots.push(slot);
+        self.active -= 1;
+        self.started -= usize::from(started);
+        let service_ns = now_ns.saturating_sub(submitted_ns);
+        if result != Err(IoError::Cancelled) {
+            self.stats.reads += 1;
+            self.stats.service_ns += service_ns;
+        }
+        if result.is_ok() {
+            self.stats.useful_bytes += read
+                .segments
+                .iter()
+                .map(|segment| u64::from(segment.want))
+                .sum::<u64>();
+        }
+        let service = Duration::from_nanos(service_ns);
+        self.ready.push_back(Completion {
+            tag: read.tag,
+            slab,
+            result,
+            bytes,
+            service,
+        });
+    }
+
+    fn failure(&self, slot: u32, segment: usize, chunk: &Chunk, fault: Fault) -> IoError {
+        let whole = self.slots[slot as usize]
+            .as_ref()
+            .map(|active| active.read.segments[segment]);
+        let whole = whole.unwrap_or_default();
+        let range = ReadRange {
+            path: self.files.shared_path(chunk.file),
+            offset: whole.offset,
+            wanted: u64::from(whole.want),
+            got: chunk.offset - whole.offset + u64::from(chunk.got),
+        };
+        match fault {
+            Fault::Errno(errno) => IoError::Read { range, errno },
+            Fault::EndOfFile => IoError::EndOfFile { range },
+            Fault::Stuck { attempts } => IoError::Stuck { range, attempts },
+        }
+    }
+
+    /// Brings the time integrals up to `now`.
+    fn tick(&mut self, now_ns: u64) {
+        let passed = now_ns.saturating_sub(self.clock_ns);
+        self.clock_ns = self.clock_ns.max(now_ns);
+        if self.active > 0 {
+            self.stats.busy_ns += passed;
+        }
+        self.stats.depth_integral_ns += passed * self.started as u64;
+    }
+}
+
+/// The request for `len` bytes from `inside` of a segment.
+fn chunk_at(segment: Segment, inside: u32, len: u32) -> Chunk {
+    let want = (segment.want - inside).min(len);
+    Chunk::new(
+        segment.file,
+        segment.offset + u64::from(inside),
+        segment.at + inside,
+        len,
+        want,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file::IoMode;
+    use crate::plan::Segments;
+
+    const SLAB: u32 = 1 << 20;
+    const CHUNK: u32 = 256 << 10;
+
+    /// Four chunks a read, over a file nobody reads.
+    fn schedule(depth_bytes: u64, calls: usize) -> (Schedule, SlabPool, tempfile::NamedTempFile) {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
+        let pool = SlabPool::new(SLAB as usize, 8).unwrap();
+        let limits = Limits {
+            depth_bytes,
+            chunk_bytes: CHUNK,
+            calls,
+            reads: 8,
+        };
+        (Schedule::new(files, pool.clone(), limits), pool, file)
+    }
+
+    fn read(tag: u64, priority: Priority, offset: u64) -> Read {
+        let segment = Segment {
+            file: FileId(0),
+            offset,
+            len: SLAB,
+            at: 0,
+            want: SLAB,
+        };
+        Read {
+            tag,
+            priority,
+            segments: Segments::from_slice(&[segment]).unwrap(),
+        }
+    }
+
+    fn offsets(schedule: &mut Schedule) -> Vec<u64> {
+        std::iter::from_fn(|| schedule.next(0))
+            .map(|issue| issue.offset / u64::from(CHUNK))
+            .collect()
+    }
+
+    /// Completes every call that is out, in full, and hands out what may follow; the order of offsets in chunks.
+    fn run_dry(schedule: &mut Schedule) -> Vec<u64> {
+        let mut order = Vec::new();
+        while let Some(issue) = schedule.next(0) {
+            order.push(issue.offset / u64::from(CHUNK));
+            schedule.complete(issue.op, issue.len as i32, 0);
+        }
+        order
+    }
+
+    #[test]
+    fn demand_goes_first_then_by_offset_and_started_reads_are_finished() {
+        let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
+        let slab = || pool.take().unwrap();
+        let mib = u64::from(SLAB);
+        schedule
+            .admit(read(0, Priority::Lookahead, 0), slab(), 0)
+            .unwrap();
+        let first = schedule.next(0).unwrap();
+        schedule
+            .admit(read(1, Priority::Demand, 9 * mib), slab(), 0)
+            .unwrap();
+        schedule
+            .admit(read(2, Priority::Demand, 5 * mib), slab(), 0)
+            .unwrap();
+        schedule
+            .admit(read(3, Priority::Lookahead, 2 * mib), slab(), 0)
+            .unwrap();
+        assert_eq!(offsets(&mut schedule), [], "the depth is one chunk");
+        schedule.complete(first.op, CHUNK as i32, 0);
+        let (five, nine, zero, two) = (
+            [20, 21, 22, 23],
+            [36, 37, 38, 39],
+            [1, 2, 3],
+            [8, 9, 10, 11],
+        );
+        assert_eq!(
+            run_dry(&mut schedule),
+            [&five[..], &nine, &zero, &two].concat()
+        );
+        let tags: Vec<u64> = std::iter::from_fn(|| schedule.take_ready())
+            .map(|done| done.tag)
+            .collect();
+        assert_eq!(tags, [2, 1, 0, 3]);
+    }
+
+    #[test]
+    fn newcomers_in_front_do_not_starve_a_read_behind_the_sweep() {
+        let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
+        let mib = u64::from(SLAB);
+        for (tag, offset) in [(0, 4 * mib), (1, 8 * mib)] {
+            schedule
+                .admit(read(tag, Priority::Demand, offset), pool.take().unwrap(), 0)
+                .unwrap();
+        }
+        let mut order = Vec::new();
+        for tag in 2..6 {
+            while order.len() < (tag - 1) * 4 {
+                let issue = schedule.next(0).unwrap();
+                schedule.complete(issue.op, issue.len as i32, 0);
+                order.push(issue.offset / mib);
+            }
+            drop(schedule.take_ready());
+            schedule
+                .admit(
+                    read(tag as u64, Priority::Demand, 0),
+                    pool.take().unwrap(),
+                    0,
+                )
+                .unwrap();
+        }
+        assert_eq!(
+            order[..8],
+            [4, 4, 4, 4, 8, 8, 8, 8],
+            "the sweep reaches 8 before it turns back to 0"
+        );
+    }
+
+    #[test]
+    fn bytes_and_calls_out_stay_below_their_caps() {
+        let (mut schedule, pool, _file) = schedule(6 * u64::from(CHUNK), 64);
+        for tag in 0..3 {
+            schedule
+                .admit(
+                    read(tag, Priority::Demand, tag << 20),
+                    pool.take().unwrap(),
+                    0,
+                )
+                .unwrap();
+        }
+        assert_eq!(offsets(&mut schedule), [0, 1, 2, 3, 4, 5]);
+
+        let (mut schedule, pool, _file) = self::schedule(8 * u64::from(CHUNK), 64);
+        for tag in 0..3 {
+            schedule
+                .admit(
+                    read(tag, Priority::Lookahead, tag << 20),
+                    pool.take().unwrap(),
+                    0,
+                )
+                .unwrap();
+        }
+        assert_eq!(
+            offsets(&mut schedule),
+            [0, 1, 2, 3, 4, 5],
+            "lookahead leaves a quarter to demand"
+        );
+        schedule
+            .admit(read(7, Priority::Demand, 64 << 20), pool.take().unwrap(), 0)
+            .unwrap();
+        assert_eq!(offsets(&mut schedule), [256, 257]);
+
+        let (mut schedule, pool, _file) = self::schedule(u64::MAX, 3);
+        schedule
+            .admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0)
+            .unwrap();
+        assert_eq!(offsets(&mut schedule), [0, 1, 2]);
+        assert_eq!(schedule.calls_out(), 3);
+    }
+
+    #[test]
+    fn the_error_reported_is_the_one_nearest_the_start_whatever_the_order() {
+        for order in [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]] {
+            let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
+            schedule
+                .admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0)
+                .unwrap();
+            let issues: Vec<Issue> = std::iter::from_fn(|| schedule.next(0)).collect();
+            // The file ends inside the second chunk; the rest returns nothing.
+            let result = |offset: u64| (300_000 - offset as i64).clamp(0, i64::from(CHUNK)) as i32;
+            for index in order {
+                schedule.complete(issues[index].op, result(issues[index].offset), 0);
+            }
+            while let Some(issue) = schedule.next(0) {
+                schedule.complete(issue.op, result(issue.offset), 0);
+            }
+            let done = schedule.take_ready().unwrap();
+            let IoError::EndOfFile { range } = done.result.unwrap_err() else {
+                panic!("not the end of the file")
+            };
+            assert_eq!(
+                (range.offset, range.wanted, range.got),
+                (0, u64::from(SLAB), 300_000)
+            );
+            assert_eq!(schedule.in_flight(), 0);
+        }
+    }
+
+    #[test]
+    fn an_abandoned_slab_is_never_given_back() {
+        let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
+        schedule
+            .admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0)
+            .unwrap();
+        assert!(schedule.next(0).is_some());
+        schedule
+            .admit(read(1, Priority::Demand, 0), pool.take().unwrap(), 0)
+            .unwrap();
+        schedule.abandon();
+        drop(schedule);
+        assert_eq!(
+            pool.free(),
+            7,
+            "the one the kernel has stays out, the other comes back"
+        );
+    }
+
+    #[test]
+    fn stopping_gives_back_what_the_kernel_does_not_have() {
+        let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
+        for tag in 0..3 {
+            schedule
+                .admit(
+                    read(tag, Priority::Demand, tag << 20),
+                    pool.take().unwrap(),
+                    0,
+                )
+                .unwrap();
+        }
+        let issue = schedule.next(0).unwrap();
+        schedule.stop(0);
+        assert!(schedule.next(0).is_none());
+        let results: Vec<_> = std::iter::from_fn(|| schedule.take_ready())
+            .map(|done| (done.tag, done.result))
+            .collect();
+        assert_eq!(
+            results,
+            [(1, Err(IoError::Cancelled)), (2, Err(IoError::Cancelled))]
+        );
+        schedule.complete(issue.op, CHUNK as i32, 0);
+        assert_eq!(
+            schedule.take_ready().unwrap().result,
+            Err(IoError::Cancelled),
+            "three chunks never went out"
+        );
+        assert_eq!((schedule.in_flight(), pool.free()), (0, 8));
+    }
+}

@@ -1,0 +1,370 @@
+//! A device whose every result, delay and order comes from a seed.
+//!
+//! The bytes are the files' own; what is distorted is the result of each system call, below the state machine that
+//! all devices share. Time is simulated: nothing here sleeps. As a direct read would, a call at a misaligned offset is
+//! refused, and memory behind a short or failed result holds rubbish.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::device::schedule::{Issue, Limits, Schedule};
+use crate::device::{
+    Completion, Device, DeviceReport, DeviceStats, Read, RejectReason, Rejected, Wait,
+};
+use crate::error::IoError;
+use crate::file::FileSet;
+use crate::limits::{DEPTH_BYTES_MIN, QUEUE_READS, RING_CHUNK_BYTES, RING_ENTRIES};
+use crate::pool::{Slab, SlabPool};
+use crate::sector::is_aligned;
+
+/// A result the simulator puts in place of the kernel's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SimFault {
+    /// Only this many bytes, at most what the file has.
+    Short(u32),
+    /// No byte, no error.
+    Zero,
+    /// This errno.
+    Errno(i32),
+    /// The right result, this much later on the simulated clock.
+    Stall(Duration),
+    /// The device dies instead of answering.
+    Die,
+}
+
+/// What the simulator does to the calls it serves.
+#[derive(Clone, Debug)]
+pub struct SimConfig {
+    /// Decides everything below. The same seed and the same calls give the same history.
+    pub seed: u64,
+    /// Whether results may come in another order than the calls went out.
+    pub reorder: bool,
+    /// Simulated time a call takes, evenly spread.
+    pub delay: Range<Duration>,
+    /// Calls in a thousand that return only a part.
+    pub short_per_mille: u16,
+    /// Calls in a thousand that return nothing, without an error.
+    pub zero_per_mille: u16,
+    /// Calls in a thousand that fail with `EIO`.
+    pub eio_per_mille: u16,
+    /// Calls in a thousand that fail with `EAGAIN`.
+    pub eagain_per_mille: u16,
+    /// Calls in a thousand that fail with `EINTR`.
+    pub eintr_per_mille: u16,
+    /// Calls in a thousand that take [`SimConfig::stall`] longer.
+    pub stall_per_mille: u16,
+    /// How long a stall lasts.
+    pub stall: Duration,
+    /// Faults at given calls, counted from 0 over the life of the device; they come before chance.
+    pub script: Vec<(u64, SimFault)>,
+    /// Cap on bytes handed out at a time.
+    pub depth_bytes: u64,
+    /// Largest single call.
+    pub chunk_bytes: u32,
+    /// Calls at a time.
+    pub calls: usize,
+    /// Most reads admitted and not yet reaped.
+    pub queue: usize,
+}
+
+impl SimConfig {
+    /// No fault, no delay, results in order.
+    pub fn calm(seed: u64) -> SimConfig {
+        SimConfig {
+            seed,
+            reorder: false,
+            delay: Duration::ZERO..Duration::ZERO,
+            short_per_mille: 0,
+            zero_per_mille: 0,
+            eio_per_mille: 0,
+            eagain_per_mille: 0,
+            eintr_per_mille: 0,
+            stall_per_mille: 0,
+            stall: Duration::from_secs(5),
+            script: Vec::new(),
+            depth_bytes: DEPTH_BYTES_MIN,
+            chunk_bytes: RING_CHUNK_BYTES,
+            calls: RING_ENTRIES as usize,
+            queue: QUEUE_READS,
+        }
+    }
+
+    /// Everything that can go wrong does, now and then.
+    pub fn stormy(seed: u64) -> SimConfig {
+        SimConfig {
+            reorder: true,
+            delay: Duration::from_micros(50)..Duration::from_millis(20),
+            short_per_mille: 100,
+            zero_per_mille: 10,
+            eio_per_mille: 10,
+            eagain_per_mille: 50,
+            eintr_per_mille: 50,
+            stall_per_mille: 10,
+            ..SimConfig::calm(seed)
+        }
+    }
+}
+
+/// Makes a simulated device over `files` that fills slabs of `pool`.
+///
+/// # Errors
+/// [`IoError::BadRequest`] where a bound is zero.
+pub fn sim_device(
+    cfg: &SimConfig,
+    files: Arc<FileSet>,
+    pool: &SlabPool,
+) -> Result<Box<dyn Device>, IoError> {
+    if cfg.calls == 0 || cfg.queue == 0 || cfg.chunk_bytes == 0 {
+        return Err(IoError::BadRequest {
+            what: "a simulated device needs calls, a queue and a request size".to_owned(),
+        });
+    }
+    let align = files.align();
+    let limits = Limits {
+        depth_bytes: cfg.depth_bytes,
+        chunk_bytes: cfg.chunk_bytes.next_multiple_of(align),
+        calls: cfg.calls,
+        reads: cfg.queue,
+    };
+    Ok(Box::new(Sim {
+        schedule: Schedule::new(Arc::clone(&files), pool.clone(), limits),
+        files,
+        random: SplitMix(cfg.seed),
+        cfg: cfg.clone(),
+        clock_ns: 0,
+        last_due_ns: 0,
+        calls: 0,
+        pending: Vec::with_capacity(cfg.calls),
+        dead: None,
+        report: DeviceReport {
+            name: "sim",
+            ..DeviceReport::default()
+        },
+    }))
+}
+
+struct Sim {
+    schedule: Schedule,
+    files: Arc<FileSet>,
+    cfg: SimConfig,
+    random: SplitMix,
+    clock_ns: u64,
+    last_due_ns: u64,
+    calls: u64,
+    pending: Vec<Pending>,
+    dead: Option<IoError>,
+    report: DeviceReport,
+}
+
+struct Pending {
+    issue: Call,
+    fault: Option<SimFault>,
+    due_ns: u64,
+    number: u64,
+}
+
+/// The part of an [`Issue`] the simulator needs; memory is reached through the schedule.
+#[derive(Clone, Copy)]
+struct Call {
+    op: u32,
+    file: crate::file::FileId,
+    direct: bool,
+    offset: u64,
+    len: u32,
+}
+
+impl Sim {
+    /// Hands out every call that may go now.
+    fn pump(&mut self) {
+        while self.dead.is_none()
+            && let Some(Issue {
+                op,
+                file,
+                direct,
+                offset,
+                len,
+                ..
+            }) = self.schedule.next(self.clock_ns)
+        {
+            let number = self.calls;
+            self.calls += 1;
+            let fault = self.draw(number, len);
+            let mut due_ns = self.clock_ns + self.delay_ns();
+            if let Some(SimFault::Stall(stall)) = fault {
+                due_ns += stall.as_nanos() as u64;
+            }
+            if !self.cfg.reorder {
+                due_ns = due_ns.max(self.last_due_ns);
+            }
+            self.last_due_ns = due_ns;
+            self.pending.push(Pending {
+                issue: Call {
+                    op,
+                    file,
+                    direct,
+                    offset,
+                    len,
+                },
+                fault,
+                due_ns,
+                number,
+            });
+        }
+    }
+
+    fn draw(&mut self, number: u64, len: u32) -> Option<SimFault> {
+        if let Some((_, fault)) = self.cfg.script.iter().find(|(at, _)| *at == number) {
+            return Some(*fault);
+        }
+        let part = self.random.below(u64::from(len)) as u32;
+        let faults = [
+            (self.cfg.short_per_mille, SimFault::Short(part.max(1))),
+            (self.cfg.zero_per_mille, SimFault::Zero),
+            (self.cfg.eio_per_mille, SimFault::Errno(libc::EIO)),
+            (self.cfg.eagain_per_mille, SimFault::Errno(libc::EAGAIN)),
+            (self.cfg.eintr_per_mille, SimFault::Errno(libc::EINTR)),
+            (self.cfg.stall_per_mille, SimFault::Stall(self.cfg.stall)),
+        ];
+        let mut roll = self.random.below(1000);
+        for (per_mille, fault) in faults {
+            match roll.checked_sub(u64::from(per_mille)) {
+                Some(rest) => roll = rest,
+                None => return Some(fault),
+            }
+        }
+        None
+    }
+
+    fn delay_ns(&mut self) -> u64 {
+        let (from, to) = (
+            self.cfg.delay.start.as_nanos() as u64,
+            self.cfg.delay.end.as_nanos() as u64,
+        );
+        from + self.random.below(to.saturating_sub(from))
+    }
+
+    /// Lets the next thing happen: a result, or the end of a pause. `false` where nothing is left to happen.
+    fn step(&mut self) -> bool {
+        let next = (0..self.pending.len())
+            .min_by_key(|index| (self.pending[*index].due_ns, self.pending[*index].number));
+        let Some(next) = next else {
+            return match self.schedule.next_retry_ns() {
+                Some(at) => {
+                    self.clock_ns = self.clock_ns.max(at);
+                    self.pump();
+                    true
+                }
+                None => false,
+            };
+        };
+        let Pending {
+            issue,
+            fault,
+            due_ns,
+            ..
+        } = self.pending.swap_remove(next);
+        self.clock_ns = self.clock_ns.max(due_ns);
+        if fault == Some(SimFault::Die) {
+            self.dead.get_or_insert(IoError::DeviceDied {
+                cause: "the script says so".to_owned(),
+            });
+        }
+        let result = self.answer(issue, fault);
+        self.schedule.complete(issue.op, result, self.clock_ns);
+        if self.dead.is_some() {
+            self.schedule.stop(self.clock_ns);
+        }
+        self.pump();
+        true
+    }
+
+    /// Fills the memory of a call and returns what the kernel would.
+    fn answer(&mut self, call: Call, fault: Option<SimFault>) -> i32 {
+        let align = u64::from(self.files.align());
+        let aligned = is_aligned(call.offset, align) && is_aligned(u64::from(call.len), align);
+        let memory = self.schedule.call_bytes(call.op);
+        let result = match fault {
+            Some(SimFault::Errno(errno)) => -errno,
+            Some(SimFault::Die) => -libc::ESHUTDOWN,
+            Some(SimFault::Zero) => 0,
+            _ if call.direct && !aligned => -libc::EINVAL,
+            Some(SimFault::Short(bytes)) => self
+                .files
+                .read_once(call.file, call.offset, memory)
+                .min(bytes as i32),
+            Some(SimFault::Stall(_)) | None => self.files.read_once(call.file, call.offset, memory),
+        };
+        let arrived = usize::try_from(result).unwrap_or(0);
+        memory[arrived..].fill(RUBBISH);
+        result
+    }
+}
+
+impl Device for Sim {
+    fn submit(&mut self, read: Read, slab: Slab) -> Result<(), Rejected> {
+        if let Some(dead) = &self.dead {
+            let why = RejectReason::Dead(dead.clone());
+            return Err(Rejected { slab, read, why });
+        }
+        self.schedule.admit(read, slab, self.clock_ns)?;
+        self.pump();
+        Ok(())
+    }
+
+    fn reap(&mut self, wait: Wait) -> Result<Option<Completion>, IoError> {
+        // A caller that polls sees time pass too, one event a call.
+        if !self.schedule.has_ready() {
+            self.step();
+        }
+        while wait == Wait::Block && !self.schedule.has_ready() && self.step() {}
+        match (self.schedule.take_ready(), &self.dead) {
+            (Some(done), _) => Ok(Some(done)),
+            (None, Some(dead)) => Err(dead.clone()),
+            (None, None) => Ok(None),
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.schedule.in_flight()
+    }
+
+    fn cancel_lookahead(&mut self) -> usize {
+        self.schedule.cancel_lookahead(self.clock_ns)
+    }
+
+    fn stats(&self) -> DeviceStats {
+        self.schedule.stats()
+    }
+
+    fn describe(&self) -> &DeviceReport {
+        &self.report
+    }
+}
+
+impl Drop for Sim {
+    /// As a kernel would: what is in flight still lands.
+    fn drop(&mut self) {
+        self.schedule.stop(self.clock_ns);
+        while self.step() {}
+    }
+}
+
+const RUBBISH: u8 = 0xA5;
+
+/// Steele, Lea and Flood's SplitMix64.
+struct SplitMix(u64);
+
+impl SplitMix {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Evenly below `bound`, as far as 64 bits allow; 0 for a bound of 0.
+    fn below(&mut self, bound: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
+    }
+}

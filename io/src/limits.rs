@@ -1,0 +1,75 @@
+//! Every bound of the crate, related by const asserts.
+
+/// File ranges one read may gather: three matrices and their scales, with two to spare.
+pub const MAX_SEGMENTS: usize = 8;
+/// A gap between two ranges of one file up to this many bytes is read through: a second request costs more.
+pub const GAP_BYTES_MAX: u64 = 64 * KIB;
+/// Largest slab. The kernel refuses to register a buffer above 1 GiB.
+pub const SLAB_BYTES_MAX: usize = GIB as usize;
+/// Alignment of offsets, lengths and addresses unless a device needs more.
+pub const SECTOR_BYTES: u32 = 4096;
+/// Largest alignment a device may ask for; above it slabs would be mostly padding.
+pub const SECTOR_BYTES_MAX: u32 = 2 << 20;
+/// The page size worth having: one device request covers megabytes instead of scattered 4 KiB pages.
+pub const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Ordinary page.
+pub const PAGE_BYTES: usize = 4096;
+/// Default cap on bytes handed to the kernel; beyond the knee more depth buys only latency.
+pub const DEPTH_BYTES_MIN: u64 = 64 * MIB;
+/// The default cap is never below this many slabs.
+pub const DEPTH_SLABS_MIN: u64 = 4;
+/// Request size while the arena is registered.
+pub const RING_CHUNK_BYTES: u32 = 1 << 20;
+/// Request size of a reader thread: a lone slab still occupies every thread.
+pub const THREAD_CHUNK_BYTES: u32 = 4 << 20;
+/// Smallest request size that may be configured.
+pub const CHUNK_BYTES_MIN: u32 = 64 << 10;
+/// Submission entries of the ring.
+pub const RING_ENTRIES: u32 = 256;
+/// Smallest ring: one entry for the wake-up poll, one for a read.
+pub const RING_ENTRIES_MIN: u32 = 2;
+/// Largest ring the kernel offers.
+pub const RING_ENTRIES_MAX: u32 = 32768;
+/// Kernel workers that serve buffered reads of a ring.
+pub const RING_BUFFERED_WORKERS: u32 = 8;
+/// Reads queued and in flight together, by default.
+pub const QUEUE_READS: usize = 256;
+/// Most reads a queue may hold.
+pub const QUEUE_READS_MAX: usize = 65536;
+/// Reader threads, by default.
+pub const READER_THREADS: usize = 4;
+/// Most reader threads.
+pub const READER_THREADS_MAX: usize = 64;
+/// System calls one request may take before it is given up, whatever the reason each fell short.
+pub const ATTEMPTS_MAX: u32 = 64;
+/// `EAGAIN`s one request may meet.
+pub const AGAIN_MAX: u32 = 16;
+/// Repeats of a request that met a device error.
+pub const DAMAGE_RETRIES_MAX: u32 = 1;
+/// Consecutive reads that may end at the same byte before that byte is the end of the file.
+pub const SAME_END_MAX: u32 = 2;
+/// First pause after `EAGAIN`; it doubles.
+pub const BACKOFF_NS_MIN: u64 = 50_000;
+/// Longest pause after `EAGAIN`.
+pub const BACKOFF_NS_MAX: u64 = 100_000_000;
+/// Consecutive failed waits on a ring that report a passing condition before the ring counts as dead.
+pub const ENTER_RETRIES_MAX: u32 = 1000;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+const _: () = assert!(SECTOR_BYTES.is_power_of_two() && SECTOR_BYTES_MAX.is_power_of_two());
+const _: () = assert!(SECTOR_BYTES <= CHUNK_BYTES_MIN && CHUNK_BYTES_MIN <= RING_CHUNK_BYTES);
+const _: () = assert!(SECTOR_BYTES_MAX as usize <= HUGE_PAGE_BYTES);
+const _: () =
+    assert!(SLAB_BYTES_MAX <= u32::MAX as usize && SLAB_BYTES_MAX as u64 >= DEPTH_BYTES_MIN);
+const _: () = assert!(
+    AGAIN_MAX < ATTEMPTS_MAX && DAMAGE_RETRIES_MAX < ATTEMPTS_MAX && SAME_END_MAX < ATTEMPTS_MAX
+);
+const _: () = assert!(BACKOFF_NS_MIN < BACKOFF_NS_MAX);
+const _: () = assert!(RING_ENTRIES_MIN <= RING_ENTRIES && RING_ENTRIES <= RING_ENTRIES_MAX);
+const _: () = assert!(QUEUE_READS <= QUEUE_READS_MAX && READER_THREADS <= READER_THREADS_MAX);
+const _: () = assert!(
+    HUGE_PAGE_BYTES.is_multiple_of(PAGE_BYTES) && PAGE_BYTES.is_multiple_of(SECTOR_BYTES as usize)
+);

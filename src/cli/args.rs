@@ -1,0 +1,354 @@
+//! What was typed. Nothing is decided here beyond the form of each value.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand};
+
+use millstream_io::{DeviceKind, IoMode};
+
+use crate::engine::{Activations, AttentionForm, Dsa};
+use crate::kernels::Isa;
+
+use super::size;
+
+/// Runs Mixture-of-Experts models far bigger than memory by streaming their experts from NVMe.
+#[derive(Debug, Parser)]
+#[command(name = "millstream", version, arg_required_else_help = true, disable_help_subcommand = true)]
+pub struct Args {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// One generation: the answer goes to stdout, statistics to stderr.
+    Run(Box<RunArgs>),
+    /// Turns a published checkpoint into a quantized container laid out for streaming.
+    Convert(ConvertArgs),
+}
+
+/// Flags of `run`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  millstream run -p \"Tell me a story about a fox.\"
+  millstream run -m /models/glm-5.2-int4 --ram 16G -n 200 -f question.txt --temp 0 --stats-json stats.json
+
+Environment: MILLSTREAM_MODEL, MILLSTREAM_RAM, MILLSTREAM_THREADS, MILLSTREAM_IO and MILLSTREAM_DEVICE stand for the \
+flags of these names; a flag wins.
+Sizes: 500M, 20G and 16GiB count in 1024s, 16GB in 1000s.
+Exit codes: 0 done, 1 the work failed, 2 usage, 130 interrupted (what was generated is shown).")]
+pub struct RunArgs {
+    /// Model directory [default: the model that comes with the program]
+    #[arg(short, long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// The prompt [default: standard input, when it is not a terminal]
+    #[arg(short, long, value_name = "TEXT", conflicts_with = "file", allow_hyphen_values = true)]
+    pub prompt: Option<String>,
+    /// Read the prompt from a file; - is standard input. One newline at its end is dropped
+    #[arg(short, long, value_name = "FILE")]
+    pub file: Option<PathBuf>,
+    /// Instructions to the model, before the prompt
+    #[arg(long, alias = "system-prompt", value_name = "TEXT", conflicts_with_all = ["raw", "ids"], allow_hyphen_values = true)]
+    pub system: Option<String>,
+    /// Continue the prompt as it is, without the chat template. Control tokens it spells count as such
+    #[arg(long)]
+    pub raw: bool,
+    /// The prompt is a list of token ids (commas or blanks between them), and so is the answer; nothing is added
+    #[arg(long, conflicts_with = "raw")]
+    pub ids: bool,
+    /// Most tokens to generate; -1 goes on to a stop or the end of the context [default: to a stop or the end of the
+    /// context, but at most 512]
+    #[arg(short = 'n', long, visible_alias = "n-predict", alias = "predict", value_name = "N", allow_negative_numbers = true,
+          value_parser = clap::value_parser!(i64).range(-1..=1 << 31))]
+    pub max_tokens: Option<i64>,
+    /// Temperature; 0 always takes the most likely token [default: 0.7]
+    #[arg(long, visible_alias = "temperature", value_name = "T", allow_negative_numbers = true)]
+    pub temp: Option<f32>,
+    /// Choose among the most likely tokens that have this share of the probability together [default: 0.9]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+    /// Choose among the K most likely tokens; 0 is all [default: 0]
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Choose among tokens at least this fraction as likely as the most likely one [default: 0]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
+    /// Same seed, same answer [default: another each time; it is shown]
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed)]
+    pub seed: Option<Seed>,
+    /// End the answer before this text; may be given several times. The name of a control token means that token
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub stop: Vec<String>,
+    /// Go on when the model ends its turn
+    #[arg(long)]
+    pub ignore_eos: bool,
+    /// Threads that compute [default: the cores this process may use]
+    #[arg(short, long, value_name = "N", value_parser = parse_threads)]
+    pub threads: Option<usize>,
+    /// Tokens of context, prompt and answer together [default: what prompt and -n need]
+    #[arg(short, long, visible_alias = "context", value_name = "N", value_parser = parse_context)]
+    pub ctx_size: Option<usize>,
+    /// Memory the whole program may use, as a size or auto; experts are cached in what weights and context leave
+    /// [default: auto]
+    #[arg(long, value_name = "SIZE", value_parser = parse_ram)]
+    pub ram: Option<Ram>,
+    /// How files are read: auto, direct (around the page cache, or fail) or buffered [default: auto]
+    #[arg(long, value_name = "MODE")]
+    pub io: Option<IoMode>,
+    /// What reads them: auto, uring or threads [default: auto]
+    #[arg(long, value_name = "KIND")]
+    pub device: Option<DeviceKind>,
+    /// Instruction set: auto, scalar, avx2 or avx512 [default: auto]
+    #[arg(long, value_name = "SET", value_parser = parse_kernels)]
+    pub kernels: Option<KernelChoice>,
+    /// Arithmetic of quantized layers: int8 (fast) or f32 (exact) [default: int8]
+    #[arg(long, value_name = "KIND", value_parser = |text: &str| ACTIVATIONS.parse(text))]
+    pub activations: Option<Activations>,
+    /// Form of attention: auto, absorbed or explicit [default: auto]
+    #[arg(long, value_name = "FORM", value_parser = |text: &str| ATTENTION.parse(text))]
+    pub attention: Option<AttentionForm>,
+    /// Sparse attention: auto, on or off [default: auto]
+    #[arg(long, value_name = "WHEN", value_parser = |text: &str| DSA.parse(text))]
+    pub dsa: Option<Dsa>,
+    /// Print one JSON object with answer and statistics instead of text
+    #[arg(long)]
+    pub json: bool,
+    /// Write the statistics to a file as JSON
+    #[arg(long, value_name = "FILE")]
+    pub stats_json: Option<PathBuf>,
+    /// Print nothing but the answer, and errors
+    #[arg(short, long, conflicts_with = "verbose")]
+    pub quiet: bool,
+    /// Show every setting and where it came from
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+/// Flags of `convert`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  millstream convert /models/GLM-5.2-FP8 /models/glm-5.2-int4
+  millstream convert --experts 4 --group 64 --dense 8 /models/GLM-5.2-FP8 /models/glm-5.2-g64
+
+Widths are bits: 16, 8, 4 or 2.")]
+pub struct ConvertArgs {
+    /// Directory of the checkpoint
+    #[arg(value_name = "SRC")]
+    pub source: PathBuf,
+    /// Directory of the container; created when it is not there
+    #[arg(value_name = "DST")]
+    pub destination: PathBuf,
+    /// Width of the routed experts [default: 4]
+    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
+    pub experts: Option<u8>,
+    /// Width of attention, dense and shared layers [default: 8]
+    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
+    pub dense: Option<u8>,
+    /// Width of embeddings and output head [default: 8]
+    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
+    pub io_bits: Option<u8>,
+    /// Width of the multi-token-prediction layer [default: 8]
+    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
+    pub mtp: Option<u8>,
+    /// Columns that share a scale in 4-bit matrices [default: a whole row]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub group: Option<u16>,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+/// `--seed`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seed {
+    /// Another one each time.
+    Random,
+    /// This one.
+    Fixed(u64),
+}
+
+/// `--ram`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ram {
+    /// From the memory that is available.
+    Auto,
+    /// This many bytes.
+    Bytes(u64),
+}
+
+/// `--kernels`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KernelChoice {
+    /// The best this processor has.
+    Auto,
+    /// This one.
+    Isa(Isa),
+}
+
+impl fmt::Display for Ram {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Ram::Auto => f.write_str("auto"),
+            Ram::Bytes(bytes) => bytes.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for KernelChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            KernelChoice::Auto => f.write_str("auto"),
+            KernelChoice::Isa(isa) => isa.fmt(f),
+        }
+    }
+}
+
+/// The values of a setting, by the names people type.
+pub struct Choices<T: 'static>(&'static [(&'static str, T)]);
+
+/// `--activations`.
+pub const ACTIVATIONS: Choices<Activations> = Choices(&[("int8", Activations::Int8), ("f32", Activations::F32)]);
+/// `--attention`.
+pub const ATTENTION: Choices<AttentionForm> = Choices(&[
+    ("auto", AttentionForm::Auto),
+    ("absorbed", AttentionForm::Absorbed),
+    ("explicit", AttentionForm::Explicit),
+]);
+/// `--dsa`.
+pub const DSA: Choices<Dsa> = Choices(&[("auto", Dsa::Auto), ("on", Dsa::On), ("off", Dsa::Off)]);
+
+impl<T: Copy + PartialEq> Choices<T> {
+    /// The value called `text`.
+    pub fn parse(&self, text: &str) -> Result<T, String> {
+        let known = || self.0.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+        self.0
+            .iter()
+            .find(|(name, _)| *name == text)
+            .map(|(_, value)| *value)
+            .ok_or_else(|| format!("known are {}", known()))
+    }
+
+    /// The name of `value`.
+    pub fn name(&self, value: T) -> &'static str {
+        self.0.iter().find(|(_, other)| *other == value).map_or("?", |(name, _)| name)
+    }
+}
+
+/// Most threads that can be asked for.
+const THREADS_MAX: usize = 1024;
+/// Longest context that can be asked for.
+const CONTEXT_MAX: usize = 1 << 24;
+
+/// Reads `--seed`; -1 is the field's way of asking for a random one.
+pub fn parse_seed(text: &str) -> Result<Seed, String> {
+    match text {
+        "-1" | "random" => Ok(Seed::Random),
+        _ => text
+            .parse()
+            .map(Seed::Fixed)
+            .map_err(|_| "a seed is a whole number from 0 on, or -1 for a random one".into()),
+    }
+}
+
+/// Reads `--ram`.
+pub fn parse_ram(text: &str) -> Result<Ram, String> {
+    if text == "auto" { Ok(Ram::Auto) } else { size::parse(text).map(Ram::Bytes) }
+}
+
+/// Reads `--threads`.
+pub fn parse_threads(text: &str) -> Result<usize, String> {
+    in_range(text, 1, THREADS_MAX)
+}
+
+fn parse_context(text: &str) -> Result<usize, String> {
+    in_range(text, 1, CONTEXT_MAX)
+}
+
+fn parse_kernels(text: &str) -> Result<KernelChoice, String> {
+    if text == "auto" {
+        Ok(KernelChoice::Auto)
+    } else {
+        text.parse::<Isa>().map(KernelChoice::Isa).map_err(|e| e.to_string())
+    }
+}
+
+fn parse_bits(text: &str) -> Result<u8, String> {
+    match text {
+        "16" => Ok(16),
+        "8" => Ok(8),
+        "4" => Ok(4),
+        "2" => Ok(2),
+        _ => Err("a width is 16, 8, 4 or 2 bits".into()),
+    }
+}
+
+fn in_range(text: &str, min: usize, max: usize) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if (min..=max).contains(&n) => Ok(n),
+        _ => Err(format!("it must be a whole number from {min} to {max}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_shows_two_examples() {
+        for command in Args::command().get_subcommands_mut() {
+            let name = command.get_name().to_owned();
+            let help = command.render_help().to_string();
+            assert_eq!(help.matches(&format!("\n  millstream {name} ")).count(), 2, "{help}");
+        }
+    }
+
+    #[test]
+    fn unknown_settings_are_refused() {
+        for bad in [
+            &["frobnicate"][..],
+            &["run", "--tempo", "1"],
+            &["run", "--io", "telepathy"],
+            &["run", "--threads", "0"],
+            &["run", "-p", "a", "-f", "b"],
+            &["run", "--raw", "--system", "x"],
+            &["run", "--ids", "--raw"],
+            &["run", "-q", "-v"],
+            &["run", "-n", "-2"],
+            &["run", "stray"],
+            &["convert", "a"],
+            &["convert", "a", "b", "--experts", "5"],
+        ] {
+            let arguments = ["millstream"].iter().chain(bad);
+            let refused = Args::try_parse_from(arguments).expect_err("refused");
+            assert_eq!(refused.exit_code(), 2, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn the_names_people_type_are_known() {
+        let typed =
+            "millstream run -m d -n 5 --temperature 0 --top-k 40 --seed -1 --stop a --stop -b -t 2 -c 100 --ram 2G";
+        let Command::Run(run) = Args::try_parse_from(typed.split(' ')).unwrap().command else {
+            panic!("another command")
+        };
+        assert_eq!(run.stop, ["a", "-b"]);
+        assert_eq!((run.temp, run.seed, run.ram), (Some(0.0), Some(Seed::Random), Some(Ram::Bytes(2 << 30))));
+        let Command::Run(run) =
+            Args::try_parse_from(["millstream", "run", "--n-predict", "-1", "-p", "-x"]).unwrap().command
+        else {
+            panic!("another command")
+        };
+        assert_eq!((run.max_tokens, run.prompt.as_deref()), (Some(-1), Some("-x")));
+    }
+}

@@ -1,0 +1,224 @@
+//! The model that comes with the program: where it is, and its converted copy in the user's cache.
+
+use std::fs;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::checkpoint::Checkpoint;
+use crate::checkpoint::convert::{ConvertOptions, Width, convert};
+
+use super::machine::Machine;
+use super::{Failure, render, size};
+
+/// Where the model lies below the source tree, the executable, or a directory above it.
+const PLACE: &str = "models/glm-tales";
+/// Counts changes of what a conversion with the same options writes.
+const CONVERSION: u32 = 1;
+/// Half-made conversions older than this belong to nobody any more.
+const ABANDONED_AFTER: Duration = Duration::from_secs(3600);
+
+/// Finds the model's checkpoint: in the source tree the program was built from, else beside the executable or above.
+pub fn find(machine: &Machine) -> Result<PathBuf, Failure> {
+    let source_tree = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    let candidates = [source_tree].into_iter().chain(machine.executable_dirs()).map(|dir| dir.join(PLACE));
+    let looked: Vec<PathBuf> = candidates.collect();
+    match looked.iter().find(|dir| dir.join("config.json").is_file()) {
+        Some(dir) => Ok(dir.clone()),
+        None => {
+            let cause = format!("{PLACE} is neither below {} nor above the executable", env!("CARGO_MANIFEST_DIR"));
+            Err(Failure::usage("no model is given and the one that comes with the program is not there")
+                .cause(cause)
+                .hint("name a model directory with -m DIR"))
+        }
+    }
+}
+
+/// The int4 container of the bundled checkpoint `source`, converted into the user's cache when it is not there yet.
+///
+/// A conversion is made in a directory of its own and renamed: whoever finds the final name finds a whole container,
+/// also when two processes begin at once.
+pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBuf, Failure> {
+    let checkpoint = Checkpoint::open(source).map_err(|e| Failure::of(&e).hint(e.hint()))?;
+    let options = ConvertOptions { experts: Width::Bits4, dense: Width::Bits8, ..ConvertOptions::default() };
+    let version = env!("CARGO_PKG_VERSION");
+    let name = format!("glm-tales-{}-e4-d8-v{version}-{CONVERSION}", checkpoint.fingerprint_hex());
+    let cache = cache_dir(machine)?;
+    let container = cache.join(&name);
+    if container.join("config.json").is_file() {
+        match Checkpoint::open(&container) {
+            Ok(_) => return Ok(container),
+            Err(damaged) => {
+                render::note(quiet, &format!("the converted model is damaged and made anew: {damaged}"));
+                let aside = scratch(&cache, &name)?;
+                // Another process may have renamed it first; then there is nothing to clear.
+                let _ = fs::rename(&container, aside.join("damaged"));
+                let _ = fs::remove_dir_all(&aside);
+            }
+        }
+    }
+    clear_abandoned(&cache);
+    render::note(
+        quiet,
+        &format!("first use: converting the model that comes with the program to int4, in {}", container.display()),
+    );
+    let start = Instant::now();
+    let scratch = scratch(&cache, &name)?;
+    let made = scratch.join("model");
+    let report = convert(source, &made, &options, &mut |_| {}).map_err(|e| {
+        let failure = Failure::of(&e).hint(e.hint());
+        let _ = fs::remove_dir_all(&scratch);
+        failure
+    })?;
+    let published = fs::rename(&made, &container);
+    let _ = fs::remove_dir_all(&scratch);
+    if let Err(error) = published {
+        // Not empty: another process was quicker, and what it made is the same.
+        if !container.join("config.json").is_file() {
+            return Err(
+                Failure::work(format!("cannot rename a converted model to {}", container.display())).cause(error)
+            );
+        }
+    }
+    let took = start.elapsed().as_secs_f64();
+    render::note(
+        quiet,
+        &format!("converted in {took:.1} s, {}; later runs use it as it is", size::show(report.bytes_total)),
+    );
+    Ok(container)
+}
+
+/// `$XDG_CACHE_HOME/millstream`, else `~/.cache/millstream`, else a directory of this user among the temporary files:
+/// the first that can be written.
+fn cache_dir(machine: &Machine) -> Result<PathBuf, Failure> {
+    let absolute = |name: &str| machine.variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let xdg = absolute("XDG_CACHE_HOME").map(|dir| dir.join("millstream"));
+    let home = absolute("HOME").map(|dir| dir.join(".cache/millstream"));
+    let mut refused = Vec::new();
+    for dir in xdg.into_iter().chain(home) {
+        match make_writable(&dir, 0o755) {
+            Ok(()) => return Ok(dir),
+            Err(error) => refused.push(format!("{}: {error}", dir.display())),
+        }
+    }
+    let temporary = machine.temp.join(format!("millstream-{}", machine.uid));
+    let owned = make_writable(&temporary, 0o700).and_then(|()| {
+        // Anybody can make this name first; only a real directory of this user is used.
+        let meta = fs::symlink_metadata(&temporary)?;
+        if meta.is_dir() && meta.uid() == machine.uid {
+            Ok(())
+        } else {
+            Err(std::io::Error::other("it belongs to another user"))
+        }
+    });
+    match owned {
+        Ok(()) => Ok(temporary),
+        Err(error) => {
+            refused.push(format!("{}: {error}", temporary.display()));
+            Err(Failure::work("there is no directory for the converted model")
+                .cause(refused.join("; "))
+                .hint("set XDG_CACHE_HOME to a directory that can be written, or name a model with -m DIR"))
+        }
+    }
+}
+
+fn make_writable(dir: &Path, mode: u32) -> std::io::Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(mode).create(dir)?;
+    let probe = dir.join(format!(".probe-{}", std::process::id()));
+    fs::write(&probe, b"")?;
+    fs::remove_file(&probe)
+}
+
+/// A new directory beside the final one, for this process alone.
+fn scratch(cache: &Path, name: &str) -> Result<PathBuf, Failure> {
+    let mut error = None;
+    for attempt in 0..100 {
+        let dir = cache.join(format!("{name}.tmp-{}-{attempt}", std::process::id()));
+        match fs::create_dir(&dir) {
+            Ok(()) => return Ok(dir),
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => error = Some(e),
+            Err(e) => {
+                error = Some(e);
+                break;
+            }
+        }
+    }
+    let failure = Failure::work(format!("cannot make a directory in {}", cache.display()));
+    Err(match error {
+        Some(error) => failure.cause(error),
+        None => failure,
+    })
+}
+
+/// Removes what killed conversions left behind.
+fn clear_abandoned(cache: &Path) {
+    for entry in fs::read_dir(cache).into_iter().flatten().flatten() {
+        let is_scratch = entry.file_name().to_string_lossy().contains(".tmp-");
+        let age = entry.metadata().and_then(|meta| meta.modified()).ok().and_then(|time| time.elapsed().ok());
+        if is_scratch && age.is_some_and(|age| age > ABANDONED_AFTER) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    fn machine(temp: &Path, environment: &[(&str, &Path)]) -> Machine {
+        let environment: BTreeMap<_, _> =
+            environment.iter().map(|(name, path)| (name.to_string(), path.as_os_str().to_owned())).collect();
+        Machine::read(Path::new("/"), 1, temp.to_owned(), environment)
+    }
+
+    #[test]
+    fn the_cache_is_the_first_directory_that_can_be_written() {
+        let root = tempfile::tempdir().unwrap();
+        let (xdg, home, temp) = (root.path().join("xdg"), root.path().join("home"), root.path().join("temp"));
+        fs::create_dir(&temp).unwrap();
+        // A file where a directory is needed refuses even root.
+        let blocked = root.path().join("file");
+        fs::write(&blocked, b"").unwrap();
+
+        let both = machine(&temp, &[("XDG_CACHE_HOME", &xdg), ("HOME", &home)]);
+        assert_eq!(cache_dir(&both).unwrap(), xdg.join("millstream"));
+        let relative = machine(&temp, &[("XDG_CACHE_HOME", Path::new("here")), ("HOME", &home)]);
+        assert_eq!(cache_dir(&relative).unwrap(), home.join(".cache/millstream"));
+        let neither = machine(&temp, &[("XDG_CACHE_HOME", &blocked), ("HOME", &blocked)]);
+        let own = temp.join(format!("millstream-{}", neither.uid));
+        assert_eq!(cache_dir(&neither).unwrap(), own);
+        assert_eq!(fs::metadata(&own).unwrap().mode() & 0o777, 0o700);
+        let nothing = machine(&blocked, &[("HOME", &blocked)]);
+        let failure = cache_dir(&nothing).unwrap_err();
+        assert!(failure.hint.unwrap().contains("XDG_CACHE_HOME"));
+    }
+
+    #[test]
+    fn a_temporary_directory_that_is_a_link_is_not_used() {
+        let root = tempfile::tempdir().unwrap();
+        let elsewhere = root.path().join("elsewhere");
+        fs::create_dir(&elsewhere).unwrap();
+        let machine = machine(root.path(), &[]);
+        std::os::unix::fs::symlink(&elsewhere, root.path().join(format!("millstream-{}", machine.uid))).unwrap();
+        assert!(cache_dir(&machine).is_err());
+    }
+
+    #[test]
+    fn only_abandoned_conversions_are_cleared() {
+        let cache = tempfile::tempdir().unwrap();
+        let name = "glm-tales-0";
+        let (mine, other) = (scratch(cache.path(), name).unwrap(), scratch(cache.path(), name).unwrap());
+        assert_ne!(mine, other);
+        let old = std::time::SystemTime::now() - Duration::from_secs(7200);
+        fs::File::open(&other).unwrap().set_modified(old).unwrap();
+        clear_abandoned(cache.path());
+        assert!(mine.is_dir() && !other.exists());
+    }
+
+    #[test]
+    fn the_source_tree_has_the_model() {
+        let machine = machine(Path::new("/tmp"), &[]);
+        assert!(find(&machine).unwrap().join("MODEL_CARD.md").is_file());
+    }
+}

@@ -1,0 +1,382 @@
+//! Everything decided: flags and machine in, settings out, each with where it came from.
+
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+
+use millstream_io::{DeviceKind, IoMode};
+use serde_json::Value as Json;
+
+use crate::engine::sampler::Sampling;
+use crate::engine::stop::{StopError, StopMatcher};
+use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
+use crate::kernels::Isa;
+
+use super::Failure;
+use super::args::{self, KernelChoice, Ram, RunArgs, Seed};
+use super::machine::Machine;
+
+/// Tokens generated when `-n` is not given.
+pub const MAX_TOKENS_DEFAULT: usize = 512;
+/// Contexts are sized in steps of this many tokens.
+const CONTEXT_STEP: usize = 64;
+
+/// Environment variables that stand for flags.
+const VARIABLES: [&str; 5] =
+    ["MILLSTREAM_MODEL", "MILLSTREAM_RAM", "MILLSTREAM_THREADS", "MILLSTREAM_IO", "MILLSTREAM_DEVICE"];
+/// Variables that begin like this belong to the test suite.
+const VARIABLES_OF_TESTS: &str = "MILLSTREAM_TEST_";
+
+/// A resolved setting, for `-v` and the statistics.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Setting {
+    /// Name of the flag.
+    pub name: &'static str,
+    /// What it is.
+    pub value: Json,
+    /// Where that came from.
+    pub origin: String,
+}
+
+/// Which model runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ModelChoice {
+    /// The directory of a model.
+    Dir(PathBuf),
+    /// The checkpoint that comes with the program, in this directory.
+    Bundled(PathBuf),
+}
+
+/// How long the answer may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MaxTokens {
+    /// At most so many tokens.
+    AtMost(usize),
+    /// To the end of the context.
+    Context,
+}
+
+/// Settings of `run`, before the model is known.
+#[derive(Clone, Debug)]
+pub struct RunConfig {
+    /// Which model.
+    pub model: ModelChoice,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// How many there may be.
+    pub max_tokens: MaxTokens,
+    /// Tokens of context asked for.
+    pub context: Option<usize>,
+    /// Checked stop strings.
+    pub stops: Vec<String>,
+    /// What was decided.
+    pub settings: Vec<Setting>,
+    threads: usize,
+    ram: Option<u64>,
+    available: u64,
+    io: IoMode,
+    device: DeviceKind,
+    isa: Option<Isa>,
+    activations: Activations,
+    attention: AttentionForm,
+    dsa: Dsa,
+}
+
+/// Decides everything that does not depend on the model. Refuses what cannot work, before any file is read.
+pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
+    if let Some(unknown) = machine
+        .variables_from("MILLSTREAM_")
+        .find(|name| !VARIABLES.contains(name) && !name.starts_with(VARIABLES_OF_TESTS))
+    {
+        return Err(Failure::usage(format!("the environment variable {unknown} is not a setting"))
+            .hint(format!("known are {}", VARIABLES.join(", "))));
+    }
+    let mut settings = Settings(Vec::new());
+    let model = decide_model(args, machine, &mut settings)?;
+    let sampling = decide_sampling(args, &mut settings)?;
+    let max_tokens = match args.max_tokens {
+        None => MaxTokens::AtMost(MAX_TOKENS_DEFAULT),
+        Some(-1) => MaxTokens::Context,
+        Some(0) => {
+            return Err(Failure::usage("-n 0 asks for no token").hint("-n takes 1 or more, or -1 for no limit"));
+        }
+        Some(n) => MaxTokens::AtMost(n as usize),
+    };
+    let shown = match max_tokens {
+        MaxTokens::AtMost(n) => Json::from(n),
+        MaxTokens::Context => Json::from("context"),
+    };
+    settings.add("max-tokens", shown, flag_or_default(&args.max_tokens));
+    StopMatcher::new(args.stop.clone()).map_err(stop_failure)?;
+    settings.add("stop", args.stop.clone(), if args.stop.is_empty() { "default" } else { "flag" });
+
+    let default_threads = (machine.cores, "cores this process may use");
+    let threads = settings.pick("threads", args.threads, machine, args::parse_threads, default_threads)?;
+    let ram = settings.pick("ram", args.ram, machine, args::parse_ram, (Ram::Auto, &machine.memory.source))?;
+    let io = settings.pick("io", args.io, machine, str::parse, (IoMode::Auto, "default"))?;
+    let device = settings.pick("device", args.device, machine, str::parse, (DeviceKind::Auto, "default"))?;
+    let kernels = args.kernels.unwrap_or(KernelChoice::Auto);
+    settings.add("kernels", kernels.to_string(), flag_or_default(&args.kernels));
+    let activations = args.activations.unwrap_or(Activations::Int8);
+    settings.add("activations", args::ACTIVATIONS.name(activations), flag_or_default(&args.activations));
+    let attention = args.attention.unwrap_or(AttentionForm::Auto);
+    settings.add("attention", args::ATTENTION.name(attention), flag_or_default(&args.attention));
+    let dsa = args.dsa.unwrap_or(Dsa::Auto);
+    settings.add("dsa", args::DSA.name(dsa), flag_or_default(&args.dsa));
+
+    Ok(RunConfig {
+        model,
+        sampling,
+        max_tokens,
+        context: args.ctx_size,
+        stops: args.stop.clone(),
+        settings: settings.0,
+        threads,
+        ram: match ram {
+            Ram::Auto => None,
+            Ram::Bytes(bytes) => Some(bytes),
+        },
+        available: machine.memory.available,
+        io,
+        device,
+        isa: match kernels {
+            KernelChoice::Auto => None,
+            KernelChoice::Isa(isa) => Some(isa),
+        },
+        activations,
+        attention,
+        dsa,
+    })
+}
+
+impl RunConfig {
+    /// What the engine needs, for the model in `dir` and a context of `context` tokens.
+    pub fn engine(&self, dir: &Path, context: usize) -> EngineConfig {
+        EngineConfig {
+            io: self.io,
+            device: self.device,
+            memory: Memory::Total(self.ram),
+            threads: self.threads,
+            context: Some(context),
+            isa: self.isa,
+            activations: self.activations,
+            attention: self.attention,
+            dsa: self.dsa,
+            ..EngineConfig::new(dir, self.available)
+        }
+    }
+
+    /// Fits prompt and answer into a context of at most `longest` tokens. Returns the context and the most tokens the
+    /// answer may have; a prompt that leaves no room for one is refused with both numbers, never cut.
+    pub fn fit(&mut self, prompt_tokens: usize, longest: usize) -> Result<(usize, usize), Failure> {
+        let limit = match self.context {
+            Some(asked) if asked > longest => {
+                return Err(Failure::usage(format!("a context of {asked} tokens is more than the model's {longest}"))
+                    .hint(format!("ask for -c {longest} or less")));
+            }
+            Some(asked) => asked,
+            None => longest,
+        };
+        if prompt_tokens >= limit {
+            let whose = if self.context.is_some() { "asked for with -c" } else { "of the model" };
+            return Err(Failure::usage(format!(
+                "the prompt has {prompt_tokens} tokens; the context {whose} has {limit} and the answer needs one"
+            ))
+            .hint(match self.context {
+                Some(_) if prompt_tokens < longest => format!("the model allows up to -c {longest}"),
+                _ => "shorten the prompt".into(),
+            }));
+        }
+        let room = limit - prompt_tokens;
+        let answer = match self.max_tokens {
+            MaxTokens::AtMost(n) => n.min(room),
+            MaxTokens::Context => room,
+        };
+        let (context, origin) = match self.context {
+            Some(asked) => (asked, "flag".into()),
+            None => {
+                let context = (prompt_tokens + answer).next_multiple_of(CONTEXT_STEP).min(longest);
+                (context, format!("prompt and answer; the model's limit is {longest}"))
+            }
+        };
+        self.settings.push(Setting { name: "ctx-size", value: context.into(), origin });
+        Ok((context, answer))
+    }
+}
+
+fn decide_model(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> Result<ModelChoice, Failure> {
+    let (dir, origin) = match (&args.model, machine.variable("MILLSTREAM_MODEL")) {
+        (Some(dir), _) => (dir.clone(), "flag"),
+        (None, Some(dir)) => (PathBuf::from(dir), "MILLSTREAM_MODEL"),
+        (None, None) => {
+            let dir = super::bundled::find(machine)?;
+            settings.add("model", dir.display().to_string(), "comes with the program");
+            return Ok(ModelChoice::Bundled(dir));
+        }
+    };
+    if !dir.is_dir() {
+        let what = if dir.exists() { "is not a directory" } else { "does not exist" };
+        return Err(Failure::usage(format!("the model {} {what}", dir.display()))
+            .hint("-m takes the directory that holds config.json and the shards"));
+    }
+    settings.add("model", dir.display().to_string(), origin);
+    Ok(ModelChoice::Dir(dir))
+}
+
+fn decide_sampling(args: &RunArgs, settings: &mut Settings) -> Result<Sampling, Failure> {
+    let default = Sampling::default();
+    let seed = match args.seed {
+        Some(Seed::Fixed(seed)) => seed,
+        Some(Seed::Random) | None => random_seed(),
+    };
+    let sampling = Sampling {
+        temperature: args.temp.unwrap_or(default.temperature),
+        top_k: args.top_k.unwrap_or(default.top_k),
+        top_p: args.top_p.unwrap_or(default.top_p),
+        min_p: args.min_p.unwrap_or(default.min_p),
+        seed,
+    };
+    sampling.check().map_err(|bad| {
+        let hint = if bad.name == "temperature" { "--temp 0 always takes the most likely token" } else { "1 is off" };
+        let hint = if bad.name == "min-p" { "0 is off" } else { hint };
+        Failure::usage(bad.to_string()).hint(hint)
+    })?;
+    settings.add("temp", shortest(sampling.temperature), flag_or_default(&args.temp));
+    settings.add("top-k", sampling.top_k, flag_or_default(&args.top_k));
+    settings.add("top-p", shortest(sampling.top_p), flag_or_default(&args.top_p));
+    settings.add("min-p", shortest(sampling.min_p), flag_or_default(&args.min_p));
+    settings.add("seed", seed, if matches!(args.seed, Some(Seed::Fixed(_))) { "flag" } else { "random" });
+    Ok(sampling)
+}
+
+/// 0.7 and not 0.699999988079071.
+fn shortest(x: f32) -> f64 {
+    x.to_string().parse().unwrap_or(f64::from(x))
+}
+
+/// A seed that differs from run to run and is easy to type.
+fn random_seed() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(std::process::id()) >> 32
+}
+
+fn stop_failure(error: StopError) -> Failure {
+    Failure::usage(error.to_string()).hint("--stop takes the text the answer shall end before")
+}
+
+fn flag_or_default<T>(flag: &Option<T>) -> &'static str {
+    if flag.is_some() { "flag" } else { "default" }
+}
+
+struct Settings(Vec<Setting>);
+
+impl Settings {
+    fn add(&mut self, name: &'static str, value: impl Into<Json>, origin: impl Into<String>) {
+        self.0.push(Setting { name, value: value.into(), origin: origin.into() });
+    }
+
+    /// Flag, else environment, else default.
+    fn pick<T: Display, E: Display>(
+        &mut self,
+        name: &'static str,
+        flag: Option<T>,
+        machine: &Machine,
+        parse: impl Fn(&str) -> Result<T, E>,
+        (default, why): (T, &str),
+    ) -> Result<T, Failure> {
+        let variable = format!("MILLSTREAM_{}", name.to_ascii_uppercase());
+        let (value, origin) = match (flag, machine.variable(&variable)) {
+            (Some(value), _) => (value, "flag".to_owned()),
+            (None, Some(text)) => {
+                let text = text.to_string_lossy();
+                let refuse = |e: E| Failure::usage(format!("the environment variable {variable} is {text:?}: {e}"));
+                (parse(&text).map_err(refuse)?, variable.clone())
+            }
+            (None, None) => (default, why.to_owned()),
+        };
+        self.add(name, value.to_string(), origin);
+        Ok(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use std::collections::BTreeMap;
+    use std::ffi::OsString;
+
+    fn machine(environment: &[(&str, &str)]) -> Machine {
+        let environment: BTreeMap<String, OsString> =
+            environment.iter().map(|(name, value)| (name.to_string(), value.into())).collect();
+        Machine::read(Path::new("/nonexistent"), 3, "/tmp".into(), environment)
+    }
+
+    fn decided(typed: &[&str], environment: &[(&str, &str)]) -> Result<RunConfig, Failure> {
+        let arguments = ["millstream", "run", "-m", "/"].iter().chain(typed);
+        let args::Command::Run(run) = args::Args::try_parse_from(arguments).unwrap().command else { panic!() };
+        decide(&run, &machine(environment))
+    }
+
+    fn origin<'a>(config: &'a RunConfig, name: &str) -> (String, &'a str) {
+        let setting = config.settings.iter().find(|s| s.name == name).unwrap();
+        (setting.value.as_str().map_or(setting.value.to_string(), str::to_owned), &setting.origin)
+    }
+
+    #[test]
+    fn a_flag_wins_over_the_environment_and_that_over_the_default() {
+        let environment = [("MILLSTREAM_THREADS", "7"), ("MILLSTREAM_RAM", "1G"), ("MILLSTREAM_IO", "")];
+        let config = decided(&["-t", "5"], &environment).unwrap();
+        assert_eq!(origin(&config, "threads"), ("5".into(), "flag"));
+        assert_eq!(origin(&config, "ram"), ("1073741824".into(), "MILLSTREAM_RAM"));
+        assert_eq!(origin(&config, "io"), ("auto".into(), "default"));
+        assert_eq!(origin(&config, "temp"), ("0.7".into(), "default"));
+        let engine = config.engine(Path::new("/m"), 10);
+        assert_eq!((engine.threads, engine.memory, engine.context), (5, Memory::Total(Some(1 << 30)), Some(10)));
+        let config = decided(&[], &[]).unwrap();
+        assert_eq!(origin(&config, "threads"), ("3".into(), "cores this process may use"));
+        assert_eq!((config.sampling.top_p, config.sampling.top_k), (0.90, 0));
+        assert_eq!(config.max_tokens, MaxTokens::AtMost(512));
+    }
+
+    #[test]
+    fn bad_values_are_usage_errors_that_name_them() {
+        for (typed, environment, words) in [
+            (&["--temp", "-1"][..], None, "temperature is -1"),
+            (&["--temp", "nan"], None, "temperature is NaN"),
+            (&["--top-p", "0"], None, "top-p is 0"),
+            (&["--min-p", "2"], None, "min-p is 2"),
+            (&["-n", "0"], None, "-n 0"),
+            (&["--stop", ""], None, "stop string is empty"),
+            (&[], Some(("MILLSTREAM_THREADS", "many")), "MILLSTREAM_THREADS is \"many\""),
+            (&[], Some(("MILLSTREAM_THREAD", "1")), "MILLSTREAM_THREAD is not a setting"),
+            (&["-m", "/no/such/dir"], None, "/no/such/dir does not exist"),
+            (&["-m", "/etc/passwd"], None, "/etc/passwd is not a directory"),
+        ] {
+            let typed: Vec<&str> = typed.to_vec();
+            let arguments: Vec<&str> = if typed.first() == Some(&"-m") {
+                [&["millstream", "run"], &typed[..]].concat()
+            } else {
+                [&["millstream", "run", "-m", "/"], &typed[..]].concat()
+            };
+            let args::Command::Run(run) = args::Args::try_parse_from(arguments).unwrap().command else { panic!() };
+            let failure = decide(&run, &machine(environment.as_slice())).unwrap_err();
+            assert_eq!(failure.code, 2);
+            assert!(failure.error.contains(words), "{failure:?}");
+        }
+    }
+
+    #[test]
+    fn prompt_and_answer_are_fitted_and_never_cut() {
+        let mut config = decided(&["-n", "100"], &[]).unwrap();
+        assert_eq!(config.fit(30, 4096).unwrap(), (192, 100));
+        assert_eq!(config.fit(4000, 4096).unwrap(), (4096, 96));
+        let failure = config.fit(4096, 4096).unwrap_err();
+        assert!(failure.error.contains("4096 tokens") && failure.code == 2, "{failure:?}");
+
+        let mut config = decided(&["-n", "-1", "-c", "50"], &[]).unwrap();
+        assert_eq!(config.fit(30, 4096).unwrap(), (50, 20));
+        assert!(config.fit(50, 4096).unwrap_err().error.contains("has 50"));
+        let failure = config.fit(5, 40).unwrap_err();
+        assert!(failure.error.contains("50 tokens is more than the model's 40"), "{failure:?}");
+    }
+}

@@ -1,0 +1,339 @@
+//! What the machine is: the one reader of environment, /proc and cgroups.
+//!
+//! Everything is read below a root directory, so that a test can describe another machine. Whatever cannot be read is
+//! unknown, never an error: a container may hide any of it.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Limits at or above this are the kernel's way of saying there is none.
+const UNLIMITED: u64 = 1 << 60;
+
+/// The machine as this process finds it.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    /// Name of the processor.
+    pub cpu: String,
+    /// Cores this process may use: affinity and CPU quota count.
+    pub cores: usize,
+    /// Memory.
+    pub memory: Memory,
+    /// Release of the operating system's kernel.
+    pub kernel: String,
+    /// Who runs this process.
+    pub uid: u32,
+    /// Directory for temporary files.
+    pub temp: PathBuf,
+    environment: BTreeMap<String, OsString>,
+    root: PathBuf,
+}
+
+/// Memory of the machine and what of it this process can have.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// All of it; 0 when unknown.
+    pub total: u64,
+    /// What can still be had without anybody being killed.
+    pub available: u64,
+    /// Where `available` comes from, for people.
+    pub source: String,
+}
+
+impl Machine {
+    /// This machine and this process.
+    pub fn here() -> Machine {
+        let environment = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Machine::read(Path::new("/"), cores, std::env::temp_dir(), environment.collect())
+    }
+
+    /// The machine described by the files below `root`.
+    pub fn read(root: &Path, cores: usize, temp: PathBuf, environment: BTreeMap<String, OsString>) -> Machine {
+        let cpuinfo = read(&root.join("proc/cpuinfo"));
+        let cpu = field(&cpuinfo, "model name").or_else(|| field(&cpuinfo, "Model")).unwrap_or("unknown").to_owned();
+        let kernel = read(&root.join("proc/sys/kernel/osrelease")).trim().to_owned();
+        let uid = std::fs::metadata(root.join("proc/self")).map_or(0, |meta| meta.uid());
+        Machine { cpu, cores, memory: read_memory(root), kernel, uid, temp, environment, root: root.to_owned() }
+    }
+
+    /// An environment variable; empty counts as absent.
+    pub fn variable(&self, name: &str) -> Option<&OsString> {
+        self.environment.get(name).filter(|value| !value.is_empty())
+    }
+
+    /// Names of environment variables that begin with `prefix`.
+    pub fn variables_from<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = &'a str> {
+        self.environment.keys().map(String::as_str).filter(move |name| name.starts_with(prefix))
+    }
+
+    /// Type of the file system that holds `path`.
+    pub fn file_system(&self, path: &Path) -> String {
+        let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let mounts = read(&self.root.join("proc/self/mountinfo"));
+        let holding = mounts.lines().filter_map(Mount::parse).filter(|mount| path.starts_with(&mount.point));
+        // Of mounts over one another the last is the one that is seen.
+        let innermost = holding.max_by_key(|mount| mount.point.components().count());
+        innermost.map_or_else(|| "unknown".into(), |mount| mount.kind)
+    }
+
+    /// Largest resident set this process has had, in bytes; 0 when unknown.
+    pub fn peak_rss(&self) -> u64 {
+        kilobytes(&read(&self.root.join("proc/self/status")), "VmHWM").unwrap_or(0)
+    }
+
+    /// Where the programs' own files are: beside the executable and above it.
+    pub fn executable_dirs(&self) -> Vec<PathBuf> {
+        let executable = std::env::current_exe().and_then(std::fs::canonicalize).unwrap_or_default();
+        executable.ancestors().skip(1).map(Path::to_owned).collect()
+    }
+}
+
+fn read_memory(root: &Path) -> Memory {
+    let meminfo = read(&root.join("proc/meminfo"));
+    let total = kilobytes(&meminfo, "MemTotal").unwrap_or(0);
+    let free = kilobytes(&meminfo, "MemAvailable").or_else(|| kilobytes(&meminfo, "MemFree")).unwrap_or(0);
+    let whole = Memory { total, available: free, source: "memory available on the machine".into() };
+    match cgroup_room(root) {
+        Some((room, source)) if room < free || total == 0 => Memory { available: room, source, ..whole },
+        _ => whole,
+    }
+}
+
+/// The least room any limit on this process's control group, or on one above it, leaves.
+fn cgroup_room(root: &Path) -> Option<(u64, String)> {
+    let membership = read(&root.join("proc/self/cgroup"));
+    let mountinfo = read(&root.join("proc/self/mountinfo"));
+    let mounts: Vec<Mount> = mountinfo.lines().filter_map(Mount::parse).collect();
+    let mut least: Option<(u64, String)> = None;
+    for line in membership.lines() {
+        let mut parts = line.splitn(3, ':');
+        let (Some(hierarchy), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else {
+            continue;
+        };
+        let files = if hierarchy == "0" && controllers.is_empty() {
+            &VERSION_2
+        } else if controllers.split(',').any(|c| c == "memory") {
+            &VERSION_1
+        } else {
+            continue;
+        };
+        for mount in mounts.iter().filter(|mount| files.is_at(mount)) {
+            // A container may see its own group as the root of the mount, or be told a path from outside of it.
+            let inside = Path::new(path).strip_prefix(&mount.root).unwrap_or(Path::new(""));
+            let mount_dir = root.join(mount.point.strip_prefix("/").unwrap_or(&mount.point));
+            for group in inside.ancestors() {
+                let dir = mount_dir.join(group);
+                let Some(room) = files.room(&dir) else { continue };
+                if least.as_ref().is_none_or(|(other, _)| room < *other) {
+                    let file = mount.point.join(group).join(files.limit);
+                    least = Some((room, format!("memory limit of the control group ({})", file.display())));
+                }
+            }
+        }
+    }
+    least
+}
+
+/// Names of the files of a control group's memory, by version.
+struct GroupFiles {
+    kind: &'static str,
+    limit: &'static str,
+    used: &'static str,
+    inactive: &'static str,
+}
+
+const VERSION_1: GroupFiles = GroupFiles {
+    kind: "cgroup",
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    inactive: "total_inactive_file",
+};
+const VERSION_2: GroupFiles =
+    GroupFiles { kind: "cgroup2", limit: "memory.max", used: "memory.current", inactive: "inactive_file" };
+
+impl GroupFiles {
+    fn is_at(&self, mount: &Mount) -> bool {
+        mount.kind == self.kind && (self.kind == "cgroup2" || mount.options.split(',').any(|option| option == "memory"))
+    }
+
+    /// Bytes the group in `dir` may still use; `None` when it has no limit. Inactive file cache counts as free: the
+    /// kernel drops it before it refuses memory.
+    fn room(&self, dir: &Path) -> Option<u64> {
+        let number = |name: &str| read(&dir.join(name)).trim().parse::<u64>().ok();
+        let limit = number(self.limit).filter(|limit| *limit < UNLIMITED)?;
+        let stat = read(&dir.join("memory.stat"));
+        let inactive = stat.lines().find_map(|line| line.strip_prefix(self.inactive)?.trim().parse::<u64>().ok());
+        let used = number(self.used).unwrap_or(0).saturating_sub(inactive.unwrap_or(0));
+        Some(limit.saturating_sub(used))
+    }
+}
+
+/// A line of mountinfo.
+struct Mount {
+    root: PathBuf,
+    point: PathBuf,
+    kind: String,
+    options: String,
+}
+
+impl Mount {
+    fn parse(line: &str) -> Option<Mount> {
+        let (front, back) = line.split_once(" - ")?;
+        let mut front = front.split(' ').skip(3);
+        let (root, point) = (front.next()?, front.next()?);
+        let mut back = back.split(' ');
+        let (kind, options) = (back.next()?, back.nth(1).unwrap_or(""));
+        Some(Mount { root: unescape(root), point: unescape(point), kind: kind.to_owned(), options: options.to_owned() })
+    }
+}
+
+/// mountinfo writes blank, tab, newline and backslash as three octal digits.
+fn unescape(text: &str) -> PathBuf {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find('\\') {
+        out.push_str(&rest[..at]);
+        let code = rest.get(at + 1..at + 4).and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        match code {
+            Some(code) => out.push(code as char),
+            None => out.push('\\'),
+        }
+        rest = &rest[at + if code.is_some() { 4 } else { 1 }..];
+    }
+    out.push_str(rest);
+    out.into()
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
+}
+
+fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| {
+        let (key, value) = line.split_once(':')?;
+        (key.trim() == name).then(|| value.trim())
+    })
+}
+
+fn kilobytes(text: &str, name: &str) -> Option<u64> {
+    field(text, name)?.strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MEMINFO: &str = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:   20000000 kB\n";
+    const NO_LIMIT_V1: &str = "9223372036854771712\n";
+
+    /// A machine of 24 GB with the files given.
+    fn memory(files: &[(&str, &str)]) -> Memory {
+        let root = tempfile::tempdir().unwrap();
+        for (name, text) in [("proc/meminfo", MEMINFO)].iter().chain(files) {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        Machine::read(root.path(), 2, "/tmp".into(), BTreeMap::new()).memory
+    }
+
+    const MOUNT_V2: (&str, &str) = (
+        "proc/self/mountinfo",
+        "22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw\n30 22 0:26 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw\n",
+    );
+    const MOUNT_V1: (&str, &str) = (
+        "proc/self/mountinfo",
+        "31 22 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n\
+         32 22 0:28 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+    );
+
+    #[test]
+    fn without_limits_the_machine_decides() {
+        let memory = memory(&[]);
+        assert_eq!((memory.total, memory.available), (24_000_000 * 1024, 20_000_000 * 1024));
+        assert!(memory.source.contains("machine"));
+    }
+
+    #[test]
+    fn a_version_2_limit_counts_without_inactive_cache() {
+        let memory = memory(&[
+            MOUNT_V2,
+            ("proc/self/cgroup", "0::/a/b\n"),
+            ("sys/fs/cgroup/a/b/memory.max", "536870912\n"),
+            ("sys/fs/cgroup/a/b/memory.current", "400000000\n"),
+            ("sys/fs/cgroup/a/b/memory.stat", "anon 90000000\ninactive_file 300000000\nactive_file 5\n"),
+        ]);
+        assert_eq!(memory.available, 536_870_912 - 100_000_000);
+        assert_eq!(memory.source, "memory limit of the control group (/sys/fs/cgroup/a/b/memory.max)");
+    }
+
+    #[test]
+    fn the_tightest_group_above_counts() {
+        let memory = memory(&[
+            MOUNT_V2,
+            ("proc/self/cgroup", "0::/a/b\n"),
+            ("sys/fs/cgroup/a/b/memory.max", "max\n"),
+            ("sys/fs/cgroup/a/memory.max", "1000000000\n"),
+            ("sys/fs/cgroup/a/memory.current", "250000000\n"),
+        ]);
+        assert_eq!(memory.available, 750_000_000);
+    }
+
+    #[test]
+    fn version_1_in_a_container_that_is_told_its_outside_path() {
+        let memory = memory(&[
+            MOUNT_V1,
+            ("proc/self/cgroup", "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "536870912\n"),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "36870912\n"),
+            ("sys/fs/cgroup/memory/memory.stat", "cache 1\ninactive_file 7\ntotal_inactive_file 6870912\n"),
+        ]);
+        assert_eq!(memory.available, 536_870_912 - 30_000_000);
+        assert!(memory.source.contains("/sys/fs/cgroup/memory/memory.limit_in_bytes"));
+    }
+
+    #[test]
+    fn the_sentinel_of_version_1_is_no_limit() {
+        let memory = memory(&[
+            MOUNT_V1,
+            ("proc/self/cgroup", "4:memory:/docker/abc\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", NO_LIMIT_V1),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "36870912\n"),
+        ]);
+        assert_eq!(memory.available, 20_000_000 * 1024);
+    }
+
+    #[test]
+    fn a_limit_above_what_is_there_does_not_count() {
+        let memory = memory(&[MOUNT_V2, ("proc/self/cgroup", "0::/\n"), ("sys/fs/cgroup/memory.max", "99000000000\n")]);
+        assert_eq!(memory.available, 20_000_000 * 1024);
+    }
+
+    #[test]
+    fn nonsense_is_unknown() {
+        let memory = memory(&[
+            MOUNT_V2,
+            ("proc/self/cgroup", "what\n0::/\n"),
+            ("sys/fs/cgroup/memory.max", "many\n"),
+            ("proc/meminfo", "MemTotal: lots\n"),
+        ]);
+        assert_eq!((memory.total, memory.available), (0, 0));
+    }
+
+    #[test]
+    fn mount_points_with_blanks_are_read() {
+        assert_eq!(unescape(r"/mnt/a\040b\134c\"), PathBuf::from(r"/mnt/a b\c\"));
+    }
+
+    #[test]
+    fn this_machine_is_known() {
+        let machine = Machine::here();
+        assert!(machine.cores >= 1);
+        assert!(machine.memory.total > 0 && machine.memory.available > 0);
+        assert!(machine.peak_rss() > 0);
+        assert_ne!(machine.file_system(Path::new("/")), "unknown");
+        assert_eq!(machine.file_system(Path::new("/proc/self")), "proc");
+    }
+}

@@ -1,0 +1,271 @@
+//! How things look on stderr: notes, progress, and the statistics after an answer.
+
+use std::fmt::Write as _;
+use std::io::{IsTerminal, Write as _};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::engine::stats::{Directness, STAGE_OTHER, Stats};
+
+use super::config::Setting;
+use super::size;
+
+/// Nothing takes longer than this without a word.
+const SILENCE_MAX: Duration = Duration::from_secs(5);
+/// A line of progress on a terminal changes this often.
+const REDRAW: Duration = Duration::from_millis(200);
+
+/// Writes to stderr; that nobody reads it is no failure.
+pub fn stderr(text: &str) {
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+}
+
+/// Writes `note: text` to stderr, unless quiet.
+pub fn note(quiet: bool, text: &str) {
+    if !quiet {
+        stderr(&format!("note: {text}\n"));
+    }
+}
+
+/// Progress of known length: one line that changes on a terminal, a line now and then elsewhere.
+pub struct Progress {
+    quiet: bool,
+    terminal: bool,
+    last: Instant,
+    drawn: bool,
+}
+
+impl Progress {
+    /// Progress that has shown nothing yet.
+    pub fn new(quiet: bool) -> Progress {
+        Progress { quiet, terminal: std::io::stderr().is_terminal(), last: Instant::now(), drawn: false }
+    }
+
+    /// Shows the line `text` makes, when it is time to.
+    pub fn show(&mut self, text: impl FnOnce() -> String) {
+        let pause = if self.terminal { REDRAW } else { SILENCE_MAX };
+        if self.quiet || self.last.elapsed() < pause {
+            return;
+        }
+        self.last = Instant::now();
+        self.drawn = true;
+        stderr(&if self.terminal { format!("\r\x1b[K{}", text()) } else { format!("{}\n", text()) });
+    }
+
+    /// Clears the line.
+    pub fn end(&mut self) {
+        if self.drawn && self.terminal {
+            stderr("\r\x1b[K");
+        }
+        self.drawn = false;
+    }
+}
+
+/// Says every few seconds what is being waited for, until dropped.
+pub struct Waiting {
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Waiting {
+    /// Begins to wait for `what`.
+    pub fn begin(what: &'static str, quiet: bool) -> Waiting {
+        if quiet {
+            return Waiting { stop: None, thread: None };
+        }
+        let (stop, stopped) = mpsc::channel();
+        let begun = Instant::now();
+        let thread = std::thread::Builder::new().name("waiting".into()).spawn(move || {
+            while stopped.recv_timeout(SILENCE_MAX) == Err(RecvTimeoutError::Timeout) {
+                stderr(&format!("{what}: {:.0} s so far\n", begun.elapsed().as_secs_f64()));
+            }
+        });
+        // Without the thread there is silence, nothing worse.
+        Waiting { stop: Some(stop), thread: thread.ok() }
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.stop = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Every setting, its value and where it came from, a line each.
+pub fn settings_text(settings: &[Setting]) -> String {
+    let width = settings.iter().map(|s| s.name.len()).max().unwrap_or(0);
+    let mut text = String::new();
+    for Setting { name, value, origin } in settings {
+        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let _ = writeln!(text, "setting: {name:width$}  {value}  ({origin})");
+    }
+    text
+}
+
+/// The statistics after an answer.
+pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
+    let mut text = String::from("\n");
+    let rate = |rate: Option<f64>| rate.map_or_else(|| "      -      ".into(), |r| format!("{r:>7.1} tok/s"));
+    let first = seconds(stats.ttft_s);
+    let _ = writeln!(
+        text,
+        "prompt  {:>7} tokens in {:>8}  {}  first token after {first}, model loaded in {}",
+        size::grouped(stats.prompt_tokens as u64),
+        seconds(stats.prefill_s),
+        rate(stats.prefill_tok_s),
+        seconds(stats.load_s),
+    );
+    let ended = match (stats.finish_reason, &stats.stop_string) {
+        (_, Some(stop)) => format!("stopped before {stop:?}"),
+        ("length", _) => "ended by its length".into(),
+        ("interrupted", _) => "interrupted".into(),
+        _ => "ended by the model".into(),
+    };
+    let _ = writeln!(
+        text,
+        "answer  {:>7} tokens in {:>8}  {}  {ended}{}",
+        size::grouped(stats.tokens as u64),
+        seconds(stats.decode_s),
+        rate(stats.decode_tok_s),
+        seed.map_or_else(String::new, |seed| format!(", seed {seed}")),
+    );
+    stage_table(&mut text, stats);
+    let io = &stats.io;
+    let how = match io.direct {
+        Directness::Direct => "direct",
+        Directness::Buffered => "buffered: the page cache may have served some of it",
+        Directness::SilentlyBuffered => "asked to be direct, served by the page cache",
+    };
+    let _ = writeln!(
+        text,
+        "disk    {} in {} reads, {}, {} waited for ({}, {how})",
+        size::show(io.bytes),
+        size::grouped(io.reads),
+        io.gb_s.map_or_else(|| "no rate".into(), |gb_s| format!("{gb_s:.2} GB/s while reading")),
+        seconds(io.wait_s),
+        io.device,
+    );
+    let experts = &stats.experts;
+    let _ = writeln!(
+        text,
+        "experts {} used, {} from disk, hit rate {}",
+        size::grouped(experts.requested),
+        size::grouped(experts.missed),
+        experts.hit_rate.map_or_else(|| "-".into(), |rate| format!("{:.1} %", 100.0 * rate)),
+    );
+    let memory = &stats.memory;
+    let _ = writeln!(
+        text,
+        "memory  {} at its peak: {} resident weights, {} expert cache, {} context",
+        size::show(memory.rss_peak),
+        size::show(memory.resident),
+        size::show(memory.cache),
+        size::show(memory.kv),
+    );
+    text
+}
+
+fn stage_table(text: &mut String, stats: &Stats) {
+    if stats.stages.0.is_empty() {
+        return;
+    }
+    let total = stats.stages.busy_s();
+    let share = |part: f64| if total > 0.0 { 100.0 * part / total } else { 0.0 };
+    let _ = writeln!(text, "{:<12}{:>10}{:>9}{:>11}{:>11}{:>10}", "stage", "time", "share", "median", "p99", "visits");
+    for (name, stage) in &stats.stages.0 {
+        let _ = write!(text, "{name:<12}{:>10}{:>7.1} %", seconds(stage.busy_s), share(stage.busy_s));
+        if *name != STAGE_OTHER {
+            let (median, p99) = (micros(stage.p50_us), micros(stage.p99_us));
+            let _ = write!(text, "{median:>11}{p99:>11}{:>10}", size::grouped(stage.n));
+        }
+        text.push('\n');
+    }
+    let _ = writeln!(text, "{:<12}{:>10}{:>7.1} %", "total", seconds(total), share(total));
+}
+
+fn seconds(s: f64) -> String {
+    if s < 9.9995 {
+        format!("{s:.3} s")
+    } else if s < 999.95 {
+        format!("{s:.1} s")
+    } else {
+        format!("{s:.0} s")
+    }
+}
+
+fn micros(us: f64) -> String {
+    if us < 999.95 {
+        format!("{us:.1} us")
+    } else if us < 999_950.0 {
+        format!("{:.1} ms", us / 1e3)
+    } else {
+        format!("{:.1} s", us / 1e6)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::stats::{ExpertStats, IoStats, MemoryStats, StageStats, Stages};
+
+    #[test]
+    fn the_statistics_add_up_and_read_well() {
+        let stage = |busy_s, n| StageStats { busy_s, p50_us: 12.3, p99_us: 4500.0, n };
+        let mut stats = Stats {
+            prompt_tokens: 14,
+            tokens: 128,
+            finish_reason: "length",
+            load_s: 0.0312,
+            ttft_s: 0.131,
+            prefill_s: 0.125,
+            decode_s: 3.175,
+            wall_s: 3.3,
+            stages: Stages(vec![("attention", stage(1.65, 768)), ("experts", stage(1.32, 12_800))]),
+            io: IoStats {
+                device: "uring".into(),
+                direct: Directness::Direct,
+                reads: 1234,
+                bytes: 4_200_000_000,
+                busy_s: 2.0,
+                wait_s: 0.5,
+                ..IoStats::default()
+            },
+            experts: ExpertStats { requested: 10_000, missed: 690, hit_cached: 9310, hit_rate: None },
+            memory: MemoryStats {
+                rss_peak: 123_000_000,
+                resident: 5_000_000,
+                cache: 9_000_000,
+                kv: 200_000,
+                budget: 0,
+            },
+            ..Stats::default()
+        };
+        stats.derive();
+        let expected = "
+prompt       14 tokens in  0.125 s    112.0 tok/s  first token after 0.131 s, model loaded in 0.031 s
+answer      128 tokens in  3.175 s     40.0 tok/s  ended by its length, seed 7
+stage             time    share     median        p99    visits
+attention      1.650 s   50.0 %    12.3 us     4.5 ms       768
+experts        1.320 s   40.0 %    12.3 us     4.5 ms    12,800
+other          0.330 s   10.0 %
+total          3.300 s  100.0 %
+disk    4.20 GB in 1,234 reads, 2.10 GB/s while reading, 0.500 s waited for (uring, direct)
+experts 10,000 used, 690 from disk, hit rate 93.1 %
+memory  123 MB at its peak: 5.00 MB resident weights, 9.00 MB expert cache, 200 kB context
+";
+        assert_eq!(stats_text(&stats, Some(7)), expected);
+    }
+
+    #[test]
+    fn nothing_done_can_be_shown() {
+        let mut stats = Stats::default();
+        stats.derive();
+        let text = stats_text(&stats, None);
+        assert!(text.contains("hit rate -"), "{text}");
+        assert!(!text.contains("NaN"), "{text}");
+    }
+}

@@ -1,0 +1,97 @@
+//! Sizes as people write and read them.
+
+/// Reads `500M`, `20G`, `16GiB`, `4096`. Letters alone and with `iB` are powers of 1024, with `B` powers of 1000.
+pub fn parse(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let digits = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
+    let (number, unit) = (&text[..digits], text[digits..].trim());
+    let refuse = || format!("'{text}' is not a size: write 500M, 20G or 16GiB");
+    let value: f64 = number.parse().map_err(|_| refuse())?;
+    let lower = unit.to_ascii_lowercase();
+    let (letter, base) = match lower.strip_suffix("ib") {
+        Some(letter) => (letter, 1024f64),
+        None => match lower.strip_suffix('b') {
+            Some(letter) => (letter, 1000f64),
+            None => (lower.as_str(), 1024f64),
+        },
+    };
+    let power = match letter {
+        "" => 0,
+        "k" => 1,
+        "m" => 2,
+        "g" => 3,
+        "t" => 4,
+        _ => return Err(refuse()),
+    };
+    let bytes = value * base.powi(power);
+    if bytes < 2f64.powi(63) { Ok(bytes as u64) } else { Err(format!("'{text}' is larger than any memory")) }
+}
+
+/// `12.3 MB`: three digits or so, powers of 1000.
+pub fn show(bytes: u64) -> String {
+    let units = ["kB", "MB", "GB", "TB"];
+    if bytes < 1000 {
+        return format!("{bytes} B");
+    }
+    let mut value = bytes as f64 / 1000.0;
+    let mut unit = 0;
+    while value >= 999.5 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    let decimals = if value < 9.995 {
+        2
+    } else if value < 99.95 {
+        1
+    } else {
+        0
+    };
+    format!("{value:.decimals$} {}", units[unit])
+}
+
+/// `1,234,567`.
+pub fn grouped(count: u64) -> String {
+    let digits = count.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(c);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read() {
+        assert_eq!(parse("4096"), Ok(4096));
+        assert_eq!(parse("500M"), Ok(500 << 20));
+        assert_eq!(parse("20g"), Ok(20 << 30));
+        assert_eq!(parse("16GiB"), Ok(16 << 30));
+        assert_eq!(parse("16 GB"), Ok(16_000_000_000));
+        assert_eq!(parse("1.5k"), Ok(1536));
+        assert_eq!(parse("0"), Ok(0));
+        for bad in ["", "G", "-1G", "1X", "1 G B", "1..5G", "nan", "inf", "99999999T", "1e9"] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_shown() {
+        assert_eq!(show(0), "0 B");
+        assert_eq!(show(999), "999 B");
+        assert_eq!(show(1000), "1.00 kB");
+        assert_eq!(show(999_499), "999 kB");
+        assert_eq!(show(999_500), "1.00 MB");
+        assert_eq!(show(18_915_328), "18.9 MB");
+        assert_eq!(show(383_700_000_000), "384 GB");
+        assert_eq!(grouped(0), "0");
+        assert_eq!(grouped(999), "999");
+        assert_eq!(grouped(1_000), "1,000");
+        assert_eq!(grouped(18_874_368), "18,874,368");
+    }
+}

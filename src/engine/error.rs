@@ -1,0 +1,97 @@
+//! Why an engine could not be opened or a job not be done.
+
+use millstream_io::IoError;
+use thiserror::Error;
+
+use super::budget::TooSmall;
+use super::sampler::{SampleError, SamplingError};
+use crate::checkpoint::CheckpointError;
+use crate::forward::ForwardError;
+use crate::kernels::Isa;
+use crate::model::resident::ResidentError;
+use crate::store::{StoreError, TableError};
+
+/// See the module's description.
+#[derive(Debug, Error)]
+pub enum EngineError {
+    /// The files are not a model this engine runs.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// A file or the device failed.
+    #[error(transparent)]
+    Io(#[from] IoError),
+    /// Resident weights could not be loaded.
+    #[error(transparent)]
+    Resident(#[from] ResidentError),
+    /// An expert does not fit a slab.
+    #[error(transparent)]
+    Table(#[from] TableError),
+    /// Not enough memory.
+    #[error(transparent)]
+    TooSmall(#[from] TooSmall),
+    /// The machine lacks an instruction set that was asked for.
+    #[error("this machine has no {0}")]
+    NoIsa(Isa),
+    /// The context asked for is outside what the model and the engine allow.
+    #[error("a context of {asked} positions was asked for; the model allows 1 to {most}")]
+    Context {
+        /// Positions asked for.
+        asked: usize,
+        /// Most that works.
+        most: usize,
+    },
+    /// Sparse attention was asked for and the checkpoint has no indexer.
+    #[error("the checkpoint has no indexer weights, so attention cannot be sparse")]
+    NoIndexer,
+    /// A prompt without tokens.
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    /// A prompt that leaves no room for an answer.
+    #[error("the prompt has {tokens} tokens and the context {context}")]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Positions of the context.
+        context: usize,
+    },
+    /// A token id outside the vocabulary.
+    #[error("token id {id} is outside the vocabulary of {vocab}")]
+    TokenOutOfRange {
+        /// The id.
+        id: u32,
+        /// Ids are below this.
+        vocab: usize,
+    },
+    /// A sampling setting has no meaning.
+    #[error(transparent)]
+    Sampling(#[from] SamplingError),
+    /// A forward step failed.
+    #[error(transparent)]
+    Forward(#[from] ForwardError),
+    /// No token could be chosen.
+    #[error(transparent)]
+    Sample(#[from] SampleError),
+}
+
+impl EngineError {
+    /// What the user can do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            EngineError::Checkpoint(e) | EngineError::Resident(ResidentError::Checkpoint(e)) => Some(e.hint().into()),
+            EngineError::Io(e)
+            | EngineError::Resident(ResidentError::Read { source: e, .. } | ResidentError::Memory { source: e, .. })
+            | EngineError::Table(TableError { source: e, .. })
+            | EngineError::Forward(ForwardError::Store(StoreError::Read { source: e, .. } | StoreError::Device(e))) => {
+                e.hint()
+            }
+            EngineError::TooSmall(_) => Some("free memory, raise --ram, or shorten the context with -c".into()),
+            EngineError::NoIsa(_) => Some("leave --kernels out: the best one is found by itself".into()),
+            EngineError::PromptTooLong { .. } => Some("raise -c, or shorten the prompt".into()),
+            EngineError::NoIndexer => Some("leave --dsa out, or use a checkpoint that has `indexer` tensors".into()),
+            EngineError::Forward(ForwardError::NotFinite { .. }) | EngineError::Sample(_) => {
+                Some("weights are damaged or a scale is wrong: convert or fetch the model again".into())
+            }
+            _ => None,
+        }
+    }
+}

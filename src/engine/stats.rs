@@ -1,0 +1,378 @@
+//! What a generation did, in numbers: the source of the printed statistics and of `--stats-json`.
+//!
+//! Whoever runs a generation fills in what was counted and timed; [`Stats::derive`] adds what follows from it. All
+//! times are in seconds unless the name says otherwise, all sizes in bytes.
+
+use millstream_io::{Access, FileId};
+use serde::ser::{Serialize, SerializeMap, Serializer};
+
+use super::Engine;
+use crate::checkpoint::arch::Family;
+use crate::meter::Stage;
+
+/// Numbers of one generation. Field names are stable; more may be added.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct Stats {
+    /// Version of the field names.
+    pub schema_version: SchemaVersion,
+    /// What ran.
+    pub model: ModelStats,
+    /// Every setting as resolved, by name.
+    pub settings: serde_json::Map<String, serde_json::Value>,
+    /// What it ran on.
+    pub machine: MachineStats,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens generated.
+    pub tokens: usize,
+    /// Ids of the generated tokens.
+    pub ids: Vec<u32>,
+    /// The answer as shown.
+    pub text: String,
+    /// `stop`, `length` or `interrupted`.
+    pub finish_reason: &'static str,
+    /// The stop string that ended the answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_string: Option<String>,
+    /// Opening the model.
+    pub load_s: f64,
+    /// From the start of the generation to its first token.
+    pub ttft_s: f64,
+    /// From the start of the generation to the logits of the last prompt token.
+    pub prefill_s: f64,
+    /// From there to the end of the generation.
+    pub decode_s: f64,
+    /// Prompt tokens per second of prefill.
+    pub prefill_tok_s: Option<f64>,
+    /// Tokens after the first, per second of decode; none when there is only one.
+    pub decode_tok_s: Option<f64>,
+    /// The generation, prefill and decode, without loading.
+    pub wall_s: f64,
+    /// Where the wall time went.
+    pub stages: Stages,
+    /// Reading.
+    pub io: IoStats,
+    /// Disk against arithmetic.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overlap: Option<OverlapStats>,
+    /// Where experts came from.
+    pub experts: ExpertStats,
+    /// What memory is used for.
+    pub memory: MemoryStats,
+}
+
+/// The version of the field names, always 1.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SchemaVersion;
+
+impl Serialize for SchemaVersion {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u32(1)
+    }
+}
+
+/// The model.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct ModelStats {
+    /// Its directory.
+    pub dir: String,
+    /// Its family, as config.json calls it.
+    pub arch: String,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Routed experts of a layer.
+    pub experts: usize,
+    /// Storage formats that occur, such as `int4`.
+    pub formats: Vec<String>,
+}
+
+/// The machine.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct MachineStats {
+    /// Name of the processor.
+    pub cpu: String,
+    /// Instruction set of the kernels that ran.
+    pub kernels: String,
+    /// Memory of the machine, in bytes.
+    pub ram: u64,
+    /// Release of the operating system's kernel.
+    pub kernel: String,
+    /// File system of the model.
+    pub fs: String,
+}
+
+/// Stages in the order they were first met, as a map.
+#[derive(Clone, Debug, Default)]
+pub struct Stages(pub Vec<(&'static str, StageStats)>);
+
+/// Name of the stage that holds what no other stage does.
+pub const STAGE_OTHER: &str = "other";
+
+impl Stages {
+    /// Busy time of all stages.
+    pub fn busy_s(&self) -> f64 {
+        self.0.iter().map(|(_, stage)| stage.busy_s).sum()
+    }
+}
+
+impl Serialize for Stages {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.0.len()))?;
+        for (name, stage) in &self.0 {
+            map.serialize_entry(name, stage)?;
+        }
+        map.end()
+    }
+}
+
+/// One stage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct StageStats {
+    /// Time spent in it.
+    pub busy_s: f64,
+    /// Median of one visit, in microseconds.
+    pub p50_us: f64,
+    /// 99th percentile of one visit, in microseconds.
+    pub p99_us: f64,
+    /// Visits.
+    pub n: u64,
+}
+
+/// Whether reads go around the page cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Directness {
+    /// They do.
+    Direct,
+    /// They were asked to and the file system quietly does not.
+    SilentlyBuffered,
+    /// They do not.
+    #[default]
+    Buffered,
+}
+
+impl Serialize for Directness {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Directness::Direct => serializer.serialize_bool(true),
+            Directness::Buffered => serializer.serialize_bool(false),
+            Directness::SilentlyBuffered => serializer.serialize_str("silently-buffered"),
+        }
+    }
+}
+
+/// Reading during the generation.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct IoStats {
+    /// Mode that ran: `direct` or `buffered`.
+    pub mode: String,
+    /// Device that ran: `uring`, `threads`, ...
+    pub device: String,
+    /// Whether the page cache is bypassed.
+    pub direct: Directness,
+    /// Reads completed.
+    pub reads: u64,
+    /// Bytes read.
+    pub bytes: u64,
+    /// Of those, bytes that were asked for.
+    pub useful_bytes: u64,
+    /// Sum over reads of the time from submission to completion.
+    pub service_s: f64,
+    /// Time the generation stood still for a read.
+    pub wait_s: f64,
+    /// Time with at least one read in flight.
+    pub busy_s: f64,
+    /// Bytes read per second of `busy_s`, in 1e9 bytes.
+    pub gb_s: Option<f64>,
+    /// Median time of one expert's read, in milliseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slab_p50_ms: Option<f64>,
+    /// 99th percentile of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slab_p99_ms: Option<f64>,
+    /// Reads in flight, averaged over `busy_s`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub depth_mean: Option<f64>,
+}
+
+/// Disk against arithmetic, during decode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct OverlapStats {
+    /// Time with at least one read in flight.
+    pub disk_busy_s: f64,
+    /// Time spent computing.
+    pub compute_busy_s: f64,
+    /// Wall time.
+    pub wall_s: f64,
+    /// The longer of the two divided by the wall time: 1 is perfect overlap.
+    pub efficiency: f64,
+}
+
+/// Where experts came from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct ExpertStats {
+    /// Experts asked for by layers.
+    pub requested: u64,
+    /// Of those, found in the cache.
+    pub hit_cached: u64,
+    /// Of those, read from disk.
+    pub missed: u64,
+    /// Share found in memory; none when nothing was requested.
+    pub hit_rate: Option<f64>,
+}
+
+/// What memory is used for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct MemoryStats {
+    /// Bytes the program allowed itself.
+    pub budget: u64,
+    /// Weights that are always there.
+    pub resident: u64,
+    /// Cached keys and values.
+    pub kv: u64,
+    /// The expert cache.
+    pub cache: u64,
+    /// Largest resident set of the process.
+    pub rss_peak: u64,
+}
+
+impl Engine {
+    /// Numbers of the last generation; what only the caller knows (text, ids, settings, machine) is left empty. The times a
+    /// device was busy count from its opening.
+    pub fn stats(&self) -> Stats {
+        let (times, arch) = (&self.times, &self.model.arch);
+        let family = match arch.family {
+            Family::GlmMoeDsa => "glm_moe_dsa",
+        };
+        let stages = Stage::ALL.iter().map(|&stage| {
+            let time = self.meter.stage(stage);
+            let us = |d: std::time::Duration| d.as_secs_f64() * 1e6;
+            let stats = StageStats {
+                busy_s: time.busy.as_secs_f64(),
+                p50_us: us(time.p50),
+                p99_us: us(time.p99),
+                n: time.laps,
+            };
+            (stage.name(), stats)
+        });
+        let store = self.experts.store.stats();
+        let mut stats = Stats {
+            model: ModelStats {
+                arch: family.into(),
+                layers: arch.layers.len(),
+                experts: arch.moe.experts,
+                ..ModelStats::default()
+            },
+            machine: MachineStats { kernels: self.model.compute.kernels.isa.to_string(), ..MachineStats::default() },
+            prompt_tokens: times.prompt_tokens,
+            tokens: times.tokens,
+            load_s: self.load.as_secs_f64(),
+            ttft_s: times.first_token.as_secs_f64(),
+            prefill_s: times.prefill.as_secs_f64(),
+            decode_s: times.wall.saturating_sub(times.prefill).as_secs_f64(),
+            wall_s: times.wall.as_secs_f64(),
+            stages: Stages(stages.filter(|(_, stage)| stage.n > 0).collect()),
+            io: self.io_stats(),
+            experts: ExpertStats {
+                requested: store.requested,
+                hit_cached: store.hits,
+                missed: store.misses,
+                hit_rate: None,
+            },
+            memory: MemoryStats {
+                budget: self.budget.total,
+                resident: self.budget.resident,
+                kv: self.budget.kv,
+                cache: self.budget.experts(),
+                rss_peak: 0,
+            },
+            ..Stats::default()
+        };
+        stats.derive();
+        stats
+    }
+
+    fn io_stats(&self) -> IoStats {
+        let store = self.experts.store.stats();
+        let device = self.experts.store.device();
+        let counters = device.stats();
+        let direct = (0..self.files.len() as u32).map(|file| match self.files.access(FileId(file)) {
+            Access::Direct { .. } => Directness::Direct,
+            Access::SilentlyBuffered { .. } => Directness::SilentlyBuffered,
+            Access::Buffered { .. } => Directness::Buffered,
+        });
+        // One file that is not read directly spoils the claim for all.
+        let direct = direct.max_by_key(|access| *access as u8).unwrap_or_default();
+        let seconds = |ns: u64| ns as f64 / 1e9;
+        IoStats {
+            mode: if direct == Directness::Direct { "direct" } else { "buffered" }.into(),
+            device: device.describe().name.into(),
+            direct,
+            reads: store.reads,
+            bytes: store.bytes,
+            useful_bytes: store.useful_bytes,
+            service_s: store.service.as_secs_f64(),
+            wait_s: self.meter.stage(Stage::Wait).busy.as_secs_f64(),
+            busy_s: seconds(counters.busy_ns),
+            depth_mean: (counters.busy_ns > 0).then(|| counters.depth_integral_ns as f64 / counters.busy_ns as f64),
+            ..IoStats::default()
+        }
+    }
+}
+
+impl Stats {
+    /// Fills in what follows from the counted and timed fields: rates, the hit rate, and a last stage `other` that holds
+    /// the wall time no stage accounts for.
+    pub fn derive(&mut self) {
+        let rate = |count: f64, seconds: f64| (count > 0.0 && seconds > 0.0).then(|| count / seconds);
+        self.prefill_tok_s = rate(self.prompt_tokens as f64, self.prefill_s);
+        self.decode_tok_s = rate(self.tokens.saturating_sub(1) as f64, self.decode_s);
+        self.io.gb_s = rate(self.io.bytes as f64 / 1e9, self.io.busy_s);
+        self.experts.hit_rate = (self.experts.requested > 0)
+            .then(|| 1.0 - self.experts.missed.min(self.experts.requested) as f64 / self.experts.requested as f64);
+        self.stages.0.retain(|(name, _)| *name != STAGE_OTHER);
+        let busy_s = (self.wall_s - self.stages.busy_s()).max(0.0);
+        self.stages.0.push((STAGE_OTHER, StageStats { busy_s, ..StageStats::default() }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_follows_is_derived() {
+        let stage = |busy_s| StageStats { busy_s, p50_us: 1.0, p99_us: 2.0, n: 3 };
+        let mut stats = Stats {
+            prompt_tokens: 10,
+            tokens: 5,
+            prefill_s: 2.0,
+            decode_s: 8.0,
+            wall_s: 10.0,
+            stages: Stages(vec![("attention", stage(4.0)), ("experts", stage(5.5))]),
+            io: IoStats { bytes: 3_000_000_000, busy_s: 1.5, ..IoStats::default() },
+            experts: ExpertStats { requested: 8, hit_cached: 6, missed: 2, hit_rate: None },
+            ..Stats::default()
+        };
+        stats.derive();
+        stats.derive();
+        let json = serde_json::to_value(&stats).unwrap();
+        assert_eq!(json["schema_version"], 1);
+        assert_eq!(json["prefill_tok_s"], 5.0);
+        assert_eq!(json["decode_tok_s"], 0.5);
+        assert_eq!(json["io"]["gb_s"], 2.0);
+        assert_eq!(json["io"]["direct"], false);
+        assert_eq!(json["experts"]["hit_rate"], 0.75);
+        assert_eq!(json["stages"]["other"]["busy_s"], 0.5);
+        assert_eq!(json["stages"].as_object().unwrap().keys().collect::<Vec<_>>(), ["attention", "experts", "other"]);
+    }
+
+    #[test]
+    fn nothing_done_has_no_rates() {
+        let mut stats = Stats { tokens: 1, ..Stats::default() };
+        stats.derive();
+        assert_eq!(
+            (stats.prefill_tok_s, stats.decode_tok_s, stats.io.gb_s, stats.experts.hit_rate),
+            (None, None, None, None)
+        );
+    }
+}

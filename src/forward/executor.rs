@@ -1,0 +1,152 @@
+//! Where the routed experts of a layer are computed: a trait, and the streamed implementation behind it.
+
+use super::ForwardError;
+use super::state::MlpScratch;
+use crate::kernels::Quantized;
+use crate::meter::{Meter, Stage};
+use crate::ops::Compute;
+use crate::store::{ExpertStore, Lease};
+
+/// The routed experts of one layer for a batch of rows.
+pub struct ExpertCall<'a> {
+    /// Kernels, threads, precision.
+    pub compute: &'a Compute,
+    /// Model layer.
+    pub layer: usize,
+    /// Width of a row.
+    pub hidden: usize,
+    /// Experts a row.
+    pub top_k: usize,
+    /// `[rows, hidden]`.
+    pub input: &'a [f32],
+    /// `[rows, top_k]`, each row's ids ascending and distinct.
+    pub ids: &'a [u16],
+    /// `[rows, top_k]`.
+    pub gates: &'a [f32],
+    /// `[rows, hidden]`: for each row the sum over its slots, in slot order, of gate times expert output.
+    pub out: &'a mut [f32],
+}
+
+/// Computes routed experts, on this machine or another.
+pub trait ExpertExecutor {
+    /// Serves `call`. `meanwhile` is arithmetic that needs no routed expert: it is run exactly once, at the moment that
+    /// hides most waiting. `meter` is charged for every stage.
+    fn run(
+        &mut self,
+        call: ExpertCall<'_>,
+        meter: &mut Meter,
+        meanwhile: &mut dyn FnMut(&mut Meter),
+    ) -> Result<(), ForwardError>;
+}
+
+/// Experts streamed from disk through an [`ExpertStore`].
+pub struct Streamed {
+    /// The store; the engine reads its counters.
+    pub store: ExpertStore,
+    /// `row * top_k + slot`, sorted by the expert chosen there.
+    order: Vec<u32>,
+    /// Distinct experts of the call, ascending.
+    union: Vec<u16>,
+    /// Where each expert's run in `order` starts; one more at the end.
+    starts: Vec<u32>,
+    gathered: Vec<f32>,
+    output: Vec<f32>,
+    /// `[rows, top_k, hidden]`: outputs wait here until all have come, so that they are summed in slot order.
+    slots: Vec<f32>,
+    quantized: Quantized,
+    mlp: MlpScratch,
+}
+
+impl Streamed {
+    /// Buffers for `rows` rows of `hidden` values with `top_k` of `experts` experts of `width`.
+    pub fn new(
+        store: ExpertStore,
+        rows: usize,
+        hidden: usize,
+        width: usize,
+        top_k: usize,
+        experts: usize,
+    ) -> Streamed {
+        Streamed {
+            store,
+            order: Vec::with_capacity(rows * top_k),
+            union: Vec::with_capacity(experts),
+            starts: Vec::with_capacity(experts + 1),
+            gathered: vec![0.0; rows * hidden],
+            output: vec![0.0; rows * hidden],
+            slots: vec![0.0; rows * top_k * hidden],
+            quantized: Quantized::with_capacity(rows, hidden),
+            mlp: MlpScratch::new(rows, width),
+        }
+    }
+
+    /// Groups the picks by expert.
+    fn group(&mut self, ids: &[u16]) {
+        self.order.clear();
+        self.order.extend(0..ids.len() as u32);
+        self.order.sort_unstable_by_key(|&at| (ids[at as usize], at));
+        self.union.clear();
+        self.starts.clear();
+        for (i, &at) in self.order.iter().enumerate() {
+            let id = ids[at as usize];
+            if self.union.last() != Some(&id) {
+                self.union.push(id);
+                self.starts.push(i as u32);
+            }
+        }
+        self.starts.push(ids.len() as u32);
+    }
+
+    /// One expert for every row that chose it.
+    fn compute_expert(&mut self, call: &ExpertCall<'_>, lease: &Lease) {
+        let Ok(place) = self.union.binary_search(&lease.expert()) else {
+            unreachable!("expert {} was lent but not asked for", lease.expert())
+        };
+        let run = &self.order[self.starts[place] as usize..self.starts[place + 1] as usize];
+        let (hidden, n) = (call.hidden, run.len());
+        for (gathered, &at) in self.gathered.chunks_exact_mut(hidden).zip(run) {
+            gathered.copy_from_slice(&call.input[at as usize / call.top_k * hidden..][..hidden]);
+        }
+        let w = self.store.weights(lease);
+        let input = call.compute.input(&self.gathered[..n * hidden], n, hidden, &mut self.quantized);
+        self.mlp.gated(call.compute, &w.gate, &w.up, &w.down, &input, &mut self.output[..n * hidden]);
+        for (output, &at) in self.output.chunks_exact(hidden).zip(run) {
+            let gate = call.gates[at as usize];
+            let slot = &mut self.slots[at as usize * hidden..][..hidden];
+            for (s, &o) in slot.iter_mut().zip(output) {
+                *s = gate * o;
+            }
+        }
+    }
+}
+
+impl ExpertExecutor for Streamed {
+    fn run(
+        &mut self,
+        call: ExpertCall<'_>,
+        meter: &mut Meter,
+        meanwhile: &mut dyn FnMut(&mut Meter),
+    ) -> Result<(), ForwardError> {
+        self.group(call.ids);
+        self.store.request(call.layer, &self.union)?;
+        meter.lap(Stage::Request);
+        meanwhile(meter);
+        loop {
+            let at_once = self.store.poll()?;
+            let Some(lease) = self.store.next_ready()? else { break };
+            meter.lap(if at_once { Stage::Request } else { Stage::Wait });
+            self.compute_expert(&call, &lease);
+            self.store.release(lease)?;
+            meter.lap(Stage::Experts);
+        }
+        for (out, slots) in
+            call.out.chunks_exact_mut(call.hidden).zip(self.slots.chunks_exact(call.top_k * call.hidden))
+        {
+            out.fill(0.0);
+            for slot in slots.chunks_exact(call.hidden) {
+                super::add(out, slot);
+            }
+        }
+        Ok(())
+    }
+}

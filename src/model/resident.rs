@@ -1,0 +1,377 @@
+//! The weights that stay in memory: everything but the routed experts.
+
+use std::ops::Range;
+
+use millstream_io::{Arena, FileSet, FileSpan, IoError};
+use thiserror::Error;
+
+use crate::checkpoint::arch::{Arch, IndexerKind, LayerArch, MlpKind};
+use crate::checkpoint::{Checkpoint, CheckpointError, Dtype};
+use crate::kernels::{MatrixSpec, WeightRef};
+
+/// Why the resident weights could not be loaded.
+#[derive(Debug, Error)]
+pub enum ResidentError {
+    /// A tensor is not as the architecture needs it.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// Its bytes could not be read.
+    #[error("cannot read tensor {tensor}")]
+    Read {
+        /// Tensor name.
+        tensor: String,
+        /// What failed.
+        #[source]
+        source: IoError,
+    },
+    /// No memory for the weights.
+    #[error("cannot hold {bytes} bytes of resident weights")]
+    Memory {
+        /// Bytes asked for.
+        bytes: usize,
+        /// What failed.
+        #[source]
+        source: IoError,
+    },
+}
+
+/// A matrix inside the arena of [`Resident`].
+#[derive(Clone, Debug)]
+pub struct Matrix {
+    spec: MatrixSpec,
+    data: Range<usize>,
+    scales: Range<usize>,
+}
+
+impl Matrix {
+    /// Shape and format.
+    pub fn spec(&self) -> MatrixSpec {
+        self.spec
+    }
+}
+
+/// A gated feed-forward: `down(silu(gate x) * up x)`.
+pub struct Mlp {
+    /// `[width, hidden]`.
+    pub gate: Matrix,
+    /// `[width, hidden]`.
+    pub up: Matrix,
+    /// `[hidden, width]`.
+    pub down: Matrix,
+}
+
+/// Feed-forward of a layer.
+pub enum MlpWeights {
+    /// Dense layer.
+    Dense(Mlp),
+    /// Router, bias and shared expert; the routed experts are the store's.
+    Sparse {
+        /// `[experts, hidden]`.
+        router: Matrix,
+        /// `[experts]`.
+        bias: Vec<f32>,
+        /// The expert every token uses, where the model has one.
+        shared: Option<Mlp>,
+    },
+}
+
+/// Weights of a layer's own indexer.
+pub struct IndexerWeights {
+    /// `[heads * dim, q_rank]`.
+    pub wq_b: Matrix,
+    /// `[dim, hidden]`.
+    pub wk: Matrix,
+    /// `[heads, hidden]`.
+    pub weights_proj: Matrix,
+    /// `[dim]`.
+    pub k_norm: Vec<f32>,
+    /// `[dim]`.
+    pub k_bias: Vec<f32>,
+}
+
+/// Attention of a layer.
+pub struct AttentionWeights {
+    /// `[q_rank, hidden]`.
+    pub q_a: Matrix,
+    /// `[q_rank]`.
+    pub q_a_norm: Vec<f32>,
+    /// `[heads * (nope + rope), q_rank]`.
+    pub q_b: Matrix,
+    /// `[kv_rank + rope, hidden]`.
+    pub kv_a: Matrix,
+    /// `[kv_rank]`.
+    pub kv_a_norm: Vec<f32>,
+    /// `[heads * (nope + value), kv_rank]`.
+    pub kv_b: Matrix,
+    /// `[hidden, heads * value]`.
+    pub o: Matrix,
+    /// Present on layers that score positions themselves.
+    pub indexer: Option<IndexerWeights>,
+}
+
+/// One decoder layer.
+pub struct Layer {
+    /// What kind of layer it is.
+    pub arch: LayerArch,
+    /// Index in the checkpoint's names.
+    pub index: usize,
+    /// `[hidden]`.
+    pub input_norm: Vec<f32>,
+    /// `[hidden]`.
+    pub post_norm: Vec<f32>,
+    /// Attention weights.
+    pub attention: AttentionWeights,
+    /// Feed-forward weights.
+    pub mlp: MlpWeights,
+}
+
+/// The multi-token-prediction layer.
+pub struct Mtp {
+    /// `[hidden]`, norm of the next token's embedding.
+    pub enorm: Vec<f32>,
+    /// `[hidden]`, norm of the main model's hidden state.
+    pub hnorm: Vec<f32>,
+    /// `[hidden, 2 hidden]`.
+    pub eh_proj: Matrix,
+    /// The decoder layer itself.
+    pub layer: Layer,
+    /// `[hidden]`.
+    pub head_norm: Vec<f32>,
+    /// Own embedding, where the checkpoint carries one.
+    pub embed: Option<Matrix>,
+    /// Own output head, where the checkpoint carries one.
+    pub head: Option<Matrix>,
+}
+
+/// All resident weights of a model.
+pub struct Resident {
+    arena: Arena,
+    bytes: usize,
+    /// `[vocab, hidden]`.
+    pub embed: Matrix,
+    /// `[vocab, hidden]`; the embedding again when the head is tied.
+    pub head: Matrix,
+    /// `[hidden]`.
+    pub final_norm: Vec<f32>,
+    /// Decoder layers in order.
+    pub layers: Vec<Layer>,
+    /// Present when asked for and declared by the checkpoint.
+    pub mtp: Option<Mtp>,
+}
+
+/// A model whose resident tensors are known and not yet read: what memory is divided by.
+pub struct Plan<'a> {
+    files: &'a FileSet,
+    pieces: Vec<Piece>,
+    bytes: usize,
+    model: Parts,
+}
+
+/// Everything of [`Resident`] but the bytes of its matrices.
+struct Parts {
+    embed: Matrix,
+    head: Matrix,
+    final_norm: Vec<f32>,
+    layers: Vec<Layer>,
+    mtp: Option<Mtp>,
+}
+
+impl<'a> Plan<'a> {
+    /// Places every resident matrix of `checkpoint`; vectors (norms, biases) are small and read here.
+    pub fn new(checkpoint: &Checkpoint, files: &'a FileSet, with_mtp: bool) -> Result<Plan<'a>, ResidentError> {
+        let arch = &checkpoint.arch;
+        let mut p = Placer { checkpoint, files, pieces: vec![], bytes: 0 };
+        let embed = p.matrix("model.embed_tokens.weight", arch.vocab, arch.hidden)?;
+        let head = match arch.tied_head {
+            true => embed.clone(),
+            false => p.matrix("lm_head.weight", arch.vocab, arch.hidden)?,
+        };
+        let final_norm = p.vector("model.norm.weight", arch.hidden)?;
+        let layers = arch.layers.iter().enumerate().map(|(i, kind)| p.layer(arch, i, *kind)).collect::<Result<_, _>>()?;
+        let mtp = match arch.mtp.filter(|_| with_mtp) {
+            Some(kind) => Some(p.mtp(arch, kind)?),
+            None => None,
+        };
+        let model = Parts { embed, head, final_norm, layers, mtp };
+        Ok(Plan { files, pieces: p.pieces, bytes: p.bytes, model })
+    }
+
+    /// Bytes of all matrices.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Reads them all into one arena.
+    pub fn load(self) -> Result<Resident, ResidentError> {
+        let arena = fill(self.files, &self.pieces, self.bytes)?;
+        let Parts { embed, head, final_norm, layers, mtp } = self.model;
+        Ok(Resident { arena, bytes: self.bytes, embed, head, final_norm, layers, mtp })
+    }
+}
+
+impl Resident {
+    /// Bytes of all matrices.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The bytes of one matrix.
+    pub fn view(&self, m: &Matrix) -> WeightRef<'_> {
+        let all = self.arena.as_slice();
+        WeightRef::new(m.spec, &all[m.data.clone()], &all[m.scales.clone()])
+    }
+}
+
+/// A piece of the arena and the file range that fills it.
+struct Piece {
+    tensor: String,
+    span: FileSpan,
+    at: usize,
+}
+
+/// Gives each matrix its place in the arena.
+struct Placer<'a> {
+    checkpoint: &'a Checkpoint,
+    files: &'a FileSet,
+    pieces: Vec<Piece>,
+    bytes: usize,
+}
+
+impl Placer<'_> {
+    fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Matrix, ResidentError> {
+        let source = self.checkpoint.tensors.matrix(name, rows, cols)?;
+        let data = self.place(name, source.data);
+        let scales = source.scales.map_or(0..0, |s| self.place(name, s));
+        Ok(Matrix { spec: source.spec, data, scales })
+    }
+
+    /// Reserves room that starts on a cache line.
+    fn place(&mut self, tensor: &str, span: FileSpan) -> Range<usize> {
+        let at = self.bytes.next_multiple_of(64);
+        self.bytes = at + span.len as usize;
+        self.pieces.push(Piece { tensor: tensor.to_owned(), span, at });
+        at..self.bytes
+    }
+
+    fn vector(&mut self, name: &str, len: usize) -> Result<Vec<f32>, ResidentError> {
+        let info = self.checkpoint.tensors.vector(name, len)?;
+        let mut bytes = vec![0; info.bytes as usize];
+        self.files
+            .read_exact_at(info.file, info.offset, &mut bytes)
+            .map_err(|source| ResidentError::Read { tensor: name.to_owned(), source })?;
+        let pairs = |f: fn([u8; 2]) -> f32| bytes.chunks_exact(2).map(|b| f([b[0], b[1]])).collect();
+        Ok(match info.dtype {
+            Dtype::Bf16 => pairs(|b| half::bf16::from_le_bytes(b).to_f32()),
+            Dtype::F16 => pairs(|b| half::f16::from_le_bytes(b).to_f32()),
+            _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        })
+    }
+
+    fn optional(&mut self, name: &str, rows: usize, cols: usize) -> Result<Option<Matrix>, ResidentError> {
+        match self.checkpoint.tensors.get(name) {
+            Some(_) => self.matrix(name, rows, cols).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    fn mlp(&mut self, prefix: &str, width: usize, hidden: usize) -> Result<Mlp, ResidentError> {
+        Ok(Mlp {
+            gate: self.matrix(&format!("{prefix}.gate_proj.weight"), width, hidden)?,
+            up: self.matrix(&format!("{prefix}.up_proj.weight"), width, hidden)?,
+            down: self.matrix(&format!("{prefix}.down_proj.weight"), hidden, width)?,
+        })
+    }
+
+    fn layer(&mut self, arch: &Arch, index: usize, kind: LayerArch) -> Result<Layer, ResidentError> {
+        let prefix = format!("model.layers.{index}");
+        let mlp = match kind.mlp {
+            MlpKind::Dense { width } => MlpWeights::Dense(self.mlp(&format!("{prefix}.mlp"), width, arch.hidden)?),
+            MlpKind::Sparse => MlpWeights::Sparse {
+                router: self.matrix(&format!("{prefix}.mlp.gate.weight"), arch.moe.experts, arch.hidden)?,
+                bias: self.vector(&format!("{prefix}.mlp.gate.e_score_correction_bias"), arch.moe.experts)?,
+                shared: match arch.moe.shared_width {
+                    0 => None,
+                    width => Some(self.mlp(&format!("{prefix}.mlp.shared_experts"), width, arch.hidden)?),
+                },
+            },
+        };
+        Ok(Layer {
+            arch: kind,
+            index,
+            input_norm: self.vector(&format!("{prefix}.input_layernorm.weight"), arch.hidden)?,
+            post_norm: self.vector(&format!("{prefix}.post_attention_layernorm.weight"), arch.hidden)?,
+            attention: self.attention(arch, &format!("{prefix}.self_attn"), kind)?,
+            mlp,
+        })
+    }
+
+    fn attention(&mut self, arch: &Arch, prefix: &str, kind: LayerArch) -> Result<AttentionWeights, ResidentError> {
+        let a = &arch.attention;
+        let indexer = match (kind.indexer, arch.indexer) {
+            (IndexerKind::Full, Some(ix)) => Some(IndexerWeights {
+                wq_b: self.matrix(&format!("{prefix}.indexer.wq_b.weight"), ix.heads * ix.dim, a.q_rank)?,
+                wk: self.matrix(&format!("{prefix}.indexer.wk.weight"), ix.dim, arch.hidden)?,
+                weights_proj: self.matrix(&format!("{prefix}.indexer.weights_proj.weight"), ix.heads, arch.hidden)?,
+                k_norm: self.vector(&format!("{prefix}.indexer.k_norm.weight"), ix.dim)?,
+                k_bias: self.vector(&format!("{prefix}.indexer.k_norm.bias"), ix.dim)?,
+            }),
+            _ => None,
+        };
+        Ok(AttentionWeights {
+            q_a: self.matrix(&format!("{prefix}.q_a_proj.weight"), a.q_rank, arch.hidden)?,
+            q_a_norm: self.vector(&format!("{prefix}.q_a_layernorm.weight"), a.q_rank)?,
+            q_b: self.matrix(&format!("{prefix}.q_b_proj.weight"), a.heads * (a.nope + a.rope), a.q_rank)?,
+            kv_a: self.matrix(&format!("{prefix}.kv_a_proj_with_mqa.weight"), a.kv_rank + a.rope, arch.hidden)?,
+            kv_a_norm: self.vector(&format!("{prefix}.kv_a_layernorm.weight"), a.kv_rank)?,
+            kv_b: self.matrix(&format!("{prefix}.kv_b_proj.weight"), a.heads * (a.nope + a.value), a.kv_rank)?,
+            o: self.matrix(&format!("{prefix}.o_proj.weight"), arch.hidden, a.heads * a.value)?,
+            indexer,
+        })
+    }
+
+    fn mtp(&mut self, arch: &Arch, kind: LayerArch) -> Result<Mtp, ResidentError> {
+        let (index, hidden) = (arch.layers.len(), arch.hidden);
+        let prefix = format!("model.layers.{index}");
+        Ok(Mtp {
+            enorm: self.vector(&format!("{prefix}.enorm.weight"), hidden)?,
+            hnorm: self.vector(&format!("{prefix}.hnorm.weight"), hidden)?,
+            eh_proj: self.matrix(&format!("{prefix}.eh_proj.weight"), hidden, 2 * hidden)?,
+            layer: self.layer(arch, index, kind)?,
+            head_norm: self.vector(&format!("{prefix}.shared_head.norm.weight"), hidden)?,
+            embed: self.optional(&format!("{prefix}.embed_tokens.weight"), arch.vocab, hidden)?,
+            head: self.optional(&format!("{prefix}.shared_head.head.weight"), arch.vocab, hidden)?,
+        })
+    }
+}
+
+/// Allocates the arena and reads all pieces, from several threads, each a run of the arena of its own.
+fn fill(files: &FileSet, pieces: &[Piece], bytes: usize) -> Result<Arena, ResidentError> {
+    const READERS: usize = 4;
+    let mut arena = Arena::new(bytes.max(1)).map_err(|source| ResidentError::Memory { bytes, source })?;
+    let mut jobs: Vec<Vec<(&Piece, &mut [u8])>> = (0..READERS).map(|_| vec![]).collect();
+    let (mut rest, mut at) = (arena.as_mut_slice(), 0);
+    let share = bytes / READERS + 1;
+    for piece in pieces {
+        let (_, tail) = rest.split_at_mut(piece.at - at);
+        let (own, tail) = tail.split_at_mut(piece.span.len as usize);
+        jobs[piece.at / share].push((piece, own));
+        (rest, at) = (tail, piece.at + piece.span.len as usize);
+    }
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = jobs
+            .into_iter()
+            .map(|job| {
+                scope.spawn(move || {
+                    job.into_iter().try_for_each(|(piece, out)| {
+                        let span = piece.span;
+                        files
+                            .read_exact_at(span.file, span.offset, out)
+                            .map_err(|source| ResidentError::Read { tensor: piece.tensor.clone(), source })
+                    })
+                })
+            })
+            .collect();
+        readers.into_iter().try_for_each(|r| r.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })?;
+    Ok(arena)
+}

@@ -1,0 +1,326 @@
+//! Lends experts from a fixed pool of slabs, reading the ones that are not there.
+//!
+//! The store knows layers, experts and bytes; it knows no arithmetic. One engine thread owns it. A step asks for the union
+//! of its rows' experts with [`ExpertStore::request`], then takes [`Lease`]s as experts become ready, hits first, and gives
+//! each back. A union larger than the pool is served as slabs come back, so any pool of at least one slab works.
+//!
+//! A slot is empty, in flight (its slab belongs to the device), or resting (its slab holds an expert). Leased and wanted
+//! slots are pinned: eviction never takes them.
+
+mod lru;
+mod table;
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use millstream_io::{Completion, Device, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait};
+use thiserror::Error;
+
+use crate::kernels::WeightRef;
+use lru::Lru;
+pub use table::{ExpertTable, TableError};
+
+/// One routed expert of one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ExpertKey {
+    /// Model layer.
+    pub layer: u16,
+    /// Expert within the layer.
+    pub expert: u16,
+}
+
+/// Why an expert could not be lent.
+#[derive(Debug, Error)]
+pub enum StoreError {
+    /// The read of one expert failed; the store stays usable.
+    #[error("cannot read expert {} of layer {}", key.expert, key.layer)]
+    Read {
+        /// Which expert.
+        key: ExpertKey,
+        /// What the device said.
+        #[source]
+        source: IoError,
+    },
+    /// The device itself failed; every later request fails too.
+    #[error("the read device stopped working")]
+    Device(#[source] IoError),
+}
+
+/// What the store has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreStats {
+    /// Experts asked for, counted once a layer and step.
+    pub requested: u64,
+    /// Requests served from a resting slab.
+    pub hits: u64,
+    /// Requests that needed a read.
+    pub misses: u64,
+    /// Bytes read from files, alignment included.
+    pub bytes: u64,
+    /// Bytes of the experts that were read.
+    pub useful_bytes: u64,
+    /// Reads that finished.
+    pub reads: u64,
+    /// Sum over reads of the time from submission to completion.
+    pub service: Duration,
+}
+
+/// The right to use one resting expert; give it back with [`ExpertStore::release`].
+#[derive(Debug)]
+#[must_use = "a lease that is not released pins its slab"]
+pub struct Lease {
+    slot: u32,
+    key: ExpertKey,
+}
+
+impl Lease {
+    /// Which expert this is.
+    pub fn expert(&self) -> u16 {
+        self.key.expert
+    }
+}
+
+/// The three matrices of a leased expert.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertWeights<'a> {
+    /// `[width, hidden]`.
+    pub gate: WeightRef<'a>,
+    /// `[width, hidden]`.
+    pub up: WeightRef<'a>,
+    /// `[hidden, width]`.
+    pub down: WeightRef<'a>,
+}
+
+enum Content {
+    Empty,
+    /// The slab is with the device.
+    InFlight(ExpertKey),
+    Resting(ExpertKey, Slab),
+}
+
+/// See the module's description.
+pub struct ExpertStore {
+    table: ExpertTable,
+    device: Box<dyn Device>,
+    pool: SlabPool,
+    slots: Vec<Content>,
+    /// Slot of each expert that has one, by `table.index(key)`.
+    slot_of: Vec<u32>,
+    lru: Lru,
+    /// Experts of the current request that have no slab yet, in file order.
+    missing: VecDeque<ExpertKey>,
+    /// Pinned slots of the current request that are resting and not yet lent.
+    ready: VecDeque<u32>,
+    /// Reads of the current request that are under way.
+    awaited: usize,
+    stats: StoreStats,
+}
+
+const NO_SLOT: u32 = u32::MAX;
+
+impl ExpertStore {
+    /// A store over `pool`, every slab of it free, reading through `device`.
+    pub fn new(table: ExpertTable, device: Box<dyn Device>, pool: SlabPool) -> ExpertStore {
+        let slots = pool.slabs();
+        let widest = table.widest_layer();
+        ExpertStore {
+            slots: (0..slots).map(|_| Content::Empty).collect(),
+            slot_of: vec![NO_SLOT; table.len()],
+            lru: Lru::new(slots),
+            missing: VecDeque::with_capacity(widest),
+            ready: VecDeque::with_capacity(widest),
+            awaited: 0,
+            stats: StoreStats::default(),
+            table,
+            device,
+            pool,
+        }
+    }
+
+    /// Counters since the start or the last [`ExpertStore::reset_stats`].
+    pub fn stats(&self) -> StoreStats {
+        self.stats
+    }
+
+    /// Sets the counters to zero.
+    pub fn reset_stats(&mut self) {
+        self.stats = StoreStats::default();
+    }
+
+    /// The device, for its report and counters.
+    pub fn device(&self) -> &dyn Device {
+        &*self.device
+    }
+
+    /// The pool, for its report.
+    pub fn pool(&self) -> &SlabPool {
+        &self.pool
+    }
+
+    /// Begins serving `experts` (ascending, without repeats) of `layer`: hits become ready at once, the reads of misses
+    /// are submitted together in file order, as far as slabs go.
+    ///
+    /// The previous request must have been served to its end or have failed.
+    pub fn request(&mut self, layer: usize, experts: &[u16]) -> Result<(), StoreError> {
+        assert!(self.missing.is_empty() && self.ready.is_empty() && self.awaited == 0, "a request is still being served");
+        for &expert in experts {
+            let key = ExpertKey { layer: layer as u16, expert };
+            self.stats.requested += 1;
+            match self.slot_of[self.table.index(key)] {
+                NO_SLOT => {
+                    self.stats.misses += 1;
+                    self.missing.push_back(key);
+                }
+                slot => {
+                    self.stats.hits += 1;
+                    self.lru.pin(slot);
+                    self.ready.push_back(slot);
+                }
+            }
+        }
+        let table = &self.table;
+        self.missing.make_contiguous().sort_unstable_by_key(|&key| table.file_order(key));
+        self.submit_missing()
+    }
+
+    /// The next expert of the request, waiting for a read when none is ready; `None` when all have been lent.
+    ///
+    /// On an error the rest of the request is dropped: reads under way are waited for and kept.
+    pub fn next_ready(&mut self) -> Result<Option<Lease>, StoreError> {
+        loop {
+            if let Some(slot) = self.ready.pop_front() {
+                let Content::Resting(key, _) = &self.slots[slot as usize] else {
+                    unreachable!("slot {slot} is ready but holds no expert");
+                };
+                return Ok(Some(Lease { slot, key: *key }));
+            }
+            if self.awaited == 0 {
+                debug_assert!(self.missing.is_empty(), "missing experts need a slab that nothing will free");
+                return Ok(None);
+            }
+            // A completion makes room in the device's queue, where that was what kept a read back.
+            if let Err(e) = self.reap(Wait::Block).and_then(|_| self.submit_missing()) {
+                self.abandon();
+                return Err(e);
+            }
+        }
+    }
+
+    /// Whether [`ExpertStore::next_ready`] would return without waiting. Takes in what the device has finished.
+    pub fn poll(&mut self) -> Result<bool, StoreError> {
+        while self.ready.is_empty() && self.awaited > 0 {
+            match self.reap(Wait::No) {
+                Ok(true) => {}
+                Ok(false) => return Ok(false),
+                Err(e) => {
+                    self.abandon();
+                    return Err(e);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// The weights of a leased expert.
+    pub fn weights(&self, lease: &Lease) -> ExpertWeights<'_> {
+        let Content::Resting(key, slab) = &self.slots[lease.slot as usize] else {
+            unreachable!("a leased slot always rests");
+        };
+        self.table.weights(*key, slab.bytes())
+    }
+
+    /// Gives a lease back; its slab may now be evicted, and a read that waited for one is submitted.
+    pub fn release(&mut self, lease: Lease) -> Result<(), StoreError> {
+        self.lru.unpin(lease.slot);
+        self.submit_missing()
+    }
+
+    /// Drops the current request: nothing stays pinned. Reads under way finish and their experts stay cached.
+    pub fn abandon(&mut self) {
+        self.missing.clear();
+        while let Some(slot) = self.ready.pop_front() {
+            self.lru.unpin(slot);
+        }
+        while self.awaited > 0 {
+            match self.reap(Wait::Block) {
+                Ok(false) | Err(StoreError::Device(_)) => break,
+                Ok(true) | Err(_) => {}
+            }
+            while let Some(slot) = self.ready.pop_front() {
+                self.lru.unpin(slot);
+            }
+        }
+        self.awaited = 0;
+    }
+
+    fn submit_missing(&mut self) -> Result<(), StoreError> {
+        while let Some(&key) = self.missing.front() {
+            let Some((slot, slab)) = self.claim() else { break };
+            let read = Read { tag: u64::from(slot), priority: Priority::Demand, segments: self.table.segments(key) };
+            self.slots[slot as usize] = Content::InFlight(key);
+            self.lru.pin(slot);
+            if let Err(rejected) = self.device.submit(read, slab) {
+                self.slots[slot as usize] = Content::Empty;
+                self.lru.unpin(slot);
+                self.lru.forget(slot);
+                let error = match rejected.why {
+                    // The queue empties as reads complete, and `next_ready` submits again.
+                    RejectReason::Full if self.awaited > 0 => break,
+                    RejectReason::Full => unreachable!("the device is full with no read under way"),
+                    RejectReason::Dead(e) => StoreError::Device(e),
+                    RejectReason::Bad(source) => StoreError::Read { key, source },
+                };
+                drop(rejected.slab);
+                self.abandon();
+                return Err(error);
+            }
+            self.missing.pop_front();
+            self.awaited += 1;
+        }
+        Ok(())
+    }
+
+    /// An empty slot with a slab, evicting the least recently used unpinned expert when there is no free slab.
+    fn claim(&mut self) -> Option<(u32, Slab)> {
+        let slot = self.lru.victim()?;
+        match std::mem::replace(&mut self.slots[slot as usize], Content::Empty) {
+            Content::Empty => self.pool.take().map(|slab| (slot, slab)),
+            Content::Resting(key, slab) => {
+                self.slot_of[self.table.index(key)] = NO_SLOT;
+                Some((slot, slab))
+            }
+            Content::InFlight(key) => unreachable!("slot {slot} of {key:?} is unpinned while its slab is being read"),
+        }
+    }
+
+    /// Takes in one completion; `false` when none was there.
+    fn reap(&mut self, wait: Wait) -> Result<bool, StoreError> {
+        let Some(done) = self.device.reap(wait).map_err(StoreError::Device)? else { return Ok(false) };
+        let Completion { tag, slab, result, bytes, service } = done;
+        let slot = tag as u32;
+        let Content::InFlight(key) = self.slots[slot as usize] else {
+            unreachable!("the device completed slot {slot}, which is not being read");
+        };
+        self.awaited -= 1;
+        self.stats.reads += 1;
+        self.stats.bytes += bytes;
+        self.stats.service += service;
+        match result {
+            Ok(()) => {
+                self.stats.useful_bytes += self.table.useful_bytes(key);
+                self.slots[slot as usize] = Content::Resting(key, slab);
+                self.slot_of[self.table.index(key)] = slot;
+                self.ready.push_back(slot);
+                Ok(true)
+            }
+            Err(source) => {
+                // The slab goes back to the pool and the slot is the first to be reused: nothing half-read is kept.
+                drop(slab);
+                self.slots[slot as usize] = Content::Empty;
+                self.lru.unpin(slot);
+                self.lru.forget(slot);
+                Err(StoreError::Read { key, source })
+            }
+        }
+    }
+}

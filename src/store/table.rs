@@ -1,0 +1,141 @@
+//! Where each expert lies in the files and how it will lie in a slab, worked out once at open.
+
+use millstream_io::{FileSet, FileSpan, IoError, Place, Segments, layout};
+use thiserror::Error;
+
+use super::{ExpertKey, ExpertWeights};
+use crate::checkpoint::{ExpertIndex, ExpertSource, MatrixSource};
+use crate::kernels::{MatrixSpec, WeightRef};
+
+/// An expert that cannot be laid out in a slab.
+#[derive(Debug, Error)]
+#[error("expert {} of layer {} cannot be read in one piece", key.expert, key.layer)]
+pub struct TableError {
+    /// Which expert.
+    pub key: ExpertKey,
+    /// Why.
+    #[source]
+    pub source: IoError,
+}
+
+#[derive(Clone, Copy)]
+struct Matrix {
+    spec: MatrixSpec,
+    data: Place,
+    scales: Place,
+}
+
+struct Entry {
+    segments: Segments,
+    useful_bytes: u32,
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+}
+
+/// All experts of a model, by key.
+pub struct ExpertTable {
+    entries: Vec<Entry>,
+    /// Number of entries before each layer.
+    first: Vec<u32>,
+    widest: usize,
+    slab_bytes: usize,
+}
+
+impl ExpertTable {
+    /// Plans the reads of every expert in `index` for which `wanted(layer)` holds.
+    pub fn build(
+        index: &ExpertIndex,
+        files: &FileSet,
+        wanted: impl Fn(usize) -> bool,
+    ) -> Result<ExpertTable, TableError> {
+        let mut table = ExpertTable { entries: vec![], first: vec![], widest: 0, slab_bytes: 0 };
+        for (layer, experts) in index.layers.iter().enumerate() {
+            table.first.push(table.entries.len() as u32);
+            let Some(experts) = experts.as_ref().filter(|_| wanted(layer)) else { continue };
+            table.widest = table.widest.max(experts.len());
+            for (expert, source) in experts.iter().enumerate() {
+                let key = ExpertKey { layer: layer as u16, expert: expert as u16 };
+                let (entry, slab_bytes) = plan(source, files).map_err(|source| TableError { key, source })?;
+                table.slab_bytes = table.slab_bytes.max(slab_bytes);
+                table.entries.push(entry);
+            }
+        }
+        Ok(table)
+    }
+
+    /// Bytes a slab needs to hold any expert.
+    pub fn slab_bytes(&self) -> usize {
+        self.slab_bytes
+    }
+
+    /// Experts in all.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether the model has no routed expert.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Experts of the layer that has most.
+    pub fn widest_layer(&self) -> usize {
+        self.widest
+    }
+
+    /// Sum of the experts' own bytes.
+    pub fn total_useful_bytes(&self) -> u64 {
+        self.entries.iter().map(|e| u64::from(e.useful_bytes)).sum()
+    }
+
+    pub(super) fn index(&self, key: ExpertKey) -> usize {
+        self.first[key.layer as usize] as usize + key.expert as usize
+    }
+
+    pub(super) fn segments(&self, key: ExpertKey) -> Segments {
+        self.entries[self.index(key)].segments
+    }
+
+    pub(super) fn useful_bytes(&self, key: ExpertKey) -> u64 {
+        u64::from(self.entries[self.index(key)].useful_bytes)
+    }
+
+    /// Sort key that puts reads in the order of files and offsets.
+    pub(super) fn file_order(&self, key: ExpertKey) -> (u32, u64) {
+        self.entries[self.index(key)].segments.iter().next().map_or((0, 0), |s| (s.file.0, s.offset))
+    }
+
+    pub(super) fn weights<'a>(&self, key: ExpertKey, slab: &'a [u8]) -> ExpertWeights<'a> {
+        let e = &self.entries[self.index(key)];
+        let bytes = |p: Place| &slab[p.at as usize..][..p.len as usize];
+        let matrix = |m: &Matrix| WeightRef::new(m.spec, bytes(m.data), bytes(m.scales));
+        ExpertWeights { gate: matrix(&e.gate), up: matrix(&e.up), down: matrix(&e.down) }
+    }
+}
+
+/// Plans one expert; also returns the slab bytes it needs.
+fn plan(source: &ExpertSource, files: &FileSet) -> Result<(Entry, usize), IoError> {
+    let matrices = [&source.gate, &source.up, &source.down];
+    let mut spans: Vec<FileSpan> = matrices.iter().map(|m| m.data).collect();
+    spans.extend(matrices.iter().filter_map(|m| m.scales));
+    let plan = layout(&spans, files)?;
+    let (data, scales) = plan.places.split_at(matrices.len());
+    let mut scales = scales.iter().copied();
+    let mut placed = matrices.iter().zip(data).map(|(m, &data)| placed(m, data, &mut scales));
+    let mut next = || placed.next().expect("three matrices were planned");
+    let entry = Entry {
+        segments: plan.segments,
+        useful_bytes: plan.useful_bytes,
+        gate: next(),
+        up: next(),
+        down: next(),
+    };
+    Ok((entry, plan.slab_bytes as usize))
+}
+
+fn placed(source: &MatrixSource, data: Place, scales: &mut impl Iterator<Item = Place>) -> Matrix {
+    let none = Place { at: 0, len: 0 };
+    let scales = source.scales.and_then(|_| scales.next()).unwrap_or(none);
+    Matrix { spec: source.spec, data, scales }
+}
