@@ -24,9 +24,14 @@ fn quietly(src: &Path, dst: &Path, options: &ConvertOptions) -> Result<(), Check
 }
 
 fn converted(src: &Path, options: &ConvertOptions) -> tempfile::TempDir {
-    let dst = tempfile::tempdir().unwrap();
+    let dst = quick_dir();
     quietly(src, dst.path(), options).unwrap();
     dst
+}
+
+/// A directory where making files durable costs nothing, for tests that write a container many times.
+fn quick_dir() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
 /// Every file of a directory by name, hidden ones too.
@@ -434,10 +439,10 @@ fn a_conversion_stopped_anywhere_continues_to_the_same_bytes() {
     let options = ConvertOptions::default();
     let whole = contents(converted(tiny_model(), &options).path());
     let mut events = 0;
-    convert(tiny_model(), tempfile::tempdir().unwrap().path(), &options, &mut |_| events += 1).unwrap();
+    convert(tiny_model(), quick_dir().path(), &options, &mut |_| events += 1).unwrap();
     assert!(events > 30, "events between and inside shards");
     for stop in 1..=events {
-        let dst = tempfile::tempdir().unwrap();
+        let dst = quick_dir();
         let mut seen = 0;
         let stopped = catch_unwind(AssertUnwindSafe(|| {
             convert(tiny_model(), dst.path(), &options, &mut |_| {
@@ -457,7 +462,7 @@ fn a_conversion_stopped_anywhere_continues_to_the_same_bytes() {
 
 #[test]
 fn another_conversion_does_not_continue_a_stopped_one() {
-    let dst = tempfile::tempdir().unwrap();
+    let dst = quick_dir();
     let stopped = catch_unwind(AssertUnwindSafe(|| {
         convert(tiny_model(), dst.path(), &ConvertOptions::default(), &mut |progress| {
             if matches!(progress, Progress::Bytes { .. }) {
@@ -469,7 +474,7 @@ fn another_conversion_does_not_continue_a_stopped_one() {
     let other = ConvertOptions { dense: Width::Bits8, ..ConvertOptions::default() };
     let message = quietly(tiny_model(), dst.path(), &other).unwrap_err().to_string();
     assert!(message.contains("dense=4") && message.contains("dense=8"), "{message}");
-    let error = convert(dst.path(), tempfile::tempdir().unwrap().path(), &other, &mut |_| {}).unwrap_err();
+    let error = convert(dst.path(), quick_dir().path(), &other, &mut |_| {}).unwrap_err();
     assert!(matches!(error, CheckpointError::Unfinished { .. }), "{error}");
 }
 
@@ -522,7 +527,7 @@ fn advance(input: &mut ChildStdin, output: &mut BufReader<ChildStdout>, events: 
 #[test]
 fn a_killed_process_is_continued_to_the_same_bytes() {
     let whole = contents(converted(tiny_model(), &ConvertOptions::default()).path());
-    let dst = tempfile::tempdir().unwrap();
+    let dst = quick_dir();
     // Each run gets a little further than the one before it: kept shards are two events, others more.
     for events in [2, 5, 7, 8, 13, 18, 25] {
         let mut child = child("", dst.path(), true);
@@ -540,7 +545,7 @@ fn a_killed_process_is_continued_to_the_same_bytes() {
 #[test]
 fn a_write_that_fails_in_a_shard_is_an_error_and_a_rerun_continues() {
     let whole = contents(converted(tiny_model(), &ConvertOptions::default()).path());
-    let dst = tempfile::tempdir().unwrap();
+    let dst = quick_dir();
     // A file may have 2,100 KiB: enough for the dense shards, not for experts.
     let output = child("trap '' XFSZ; ulimit -f 2100;", dst.path(), false).wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(9));
