@@ -7,6 +7,7 @@ mod safetensors;
 use millstream::checkpoint::convert::{ConvertOptions, Progress, Width, convert};
 use millstream::checkpoint::{Checkpoint, CheckpointError, MatrixSource};
 use millstream::kernels::{Format, Kernels, WeightRef};
+use millstream_io::{FileSet, FileSpan, IoMode, layout};
 use safetensors::{Model, Shard, Tensor, tiny_model};
 use std::collections::BTreeMap;
 use std::fs;
@@ -164,20 +165,27 @@ fn assert_values(src: &Path, dst: &Path, group: Option<usize>, bits: impl Fn(&st
     assert_eq!(result.len(), expected_names);
 }
 
-/// Weights of an expert, then its scales, lie together in one file from a sector on, without a byte to skip.
+/// Weights of an expert, then its scales, lie together in one file from a sector on, without a byte to skip; the reader
+/// plans one segment for them.
 fn assert_one_read_an_expert(checkpoint: &Checkpoint) {
+    let files = FileSet::open(checkpoint.tensors.paths(), IoMode::Auto).unwrap();
     let mut experts = 0;
     for expert in checkpoint.experts.layers.iter().flatten().flatten() {
         let weights = expert.matrices().map(|matrix| matrix.data);
         let scales = expert.matrices().into_iter().filter_map(|matrix| matrix.scales);
+        let spans: Vec<FileSpan> = weights.into_iter().chain(scales).collect();
         let mut end = weights[0].offset;
         assert_eq!(end % 4096, 0);
-        for span in weights.into_iter().chain(scales) {
+        for span in &spans {
             assert_eq!((span.file, span.offset), (weights[0].file, end));
             end += span.len;
         }
         let file_bytes = fs::metadata(checkpoint.tensors.path(weights[0].file)).unwrap().len();
         assert!(end.next_multiple_of(4096) <= file_bytes, "a direct read would pass the end of the file");
+        let plan = layout(&spans, &files).unwrap();
+        assert_eq!(plan.segments.len(), 1);
+        assert_eq!(plan.segments[0].offset, weights[0].offset);
+        assert_eq!(u64::from(plan.useful_bytes), expert.bytes());
         experts += 1;
     }
     assert!(experts > 0);
