@@ -550,3 +550,43 @@ fn a_write_that_fails_in_a_shard_is_an_error_and_a_rerun_continues() {
     quietly(tiny_model(), dst.path(), &ConvertOptions::default()).unwrap();
     assert_same_files(dst.path(), &whole);
 }
+
+/// A small file system of its own in memory; `None` where mounting is not allowed.
+struct Mount(tempfile::TempDir);
+
+impl Mount {
+    fn new(size: &str) -> Option<Mount> {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = Command::new("mount");
+        command.args(["-t", "tmpfs", "-o", &format!("size={size}"), "none"]).arg(dir.path());
+        let mounted = command.stderr(Stdio::null()).status().is_ok_and(|status| status.success());
+        mounted.then_some(Mount(dir))
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.0.path()).status();
+    }
+}
+
+#[test]
+fn a_disk_that_fills_leaves_whole_shards_and_a_rerun_continues() {
+    let Some(disk) = Mount::new("16m") else { return eprintln!("skipped: cannot mount a file system here") };
+    let whole = contents(converted(tiny_model(), &ConvertOptions::default()).path());
+    let dst = disk.0.path().join("model");
+    // Something else takes the space between the check and the writing.
+    let filler = disk.0.path().join("filler");
+    let unchecked = ConvertOptions { free_bytes: Some(u64::MAX), ..ConvertOptions::default() };
+    fs::write(&filler, vec![1; 10 << 20]).unwrap();
+    let error = quietly(tiny_model(), &dst, &unchecked).unwrap_err();
+    assert!(error.to_string().contains("No space left on device"), "{error}");
+    assert!(error.hint().contains("run the same command again"), "{}", error.hint());
+    assert!(Checkpoint::open(&dst).is_err());
+    let error = quietly(tiny_model(), &dst, &ConvertOptions::default()).unwrap_err();
+    assert!(matches!(error, CheckpointError::NoSpace { .. }), "{error}");
+    fs::remove_file(&filler).unwrap();
+    let report = convert(tiny_model(), &dst, &ConvertOptions::default(), &mut |_| {}).unwrap();
+    assert!(report.shards_kept > 0);
+    assert_same_files(&dst, &whole);
+}

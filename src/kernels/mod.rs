@@ -14,11 +14,19 @@
 //!
 //! Not-a-number results are NaN on every table, but their sign and payload are unspecified.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod chunks;
 mod encode;
 mod format;
+#[cfg(target_arch = "x86_64")]
+mod groups;
 mod lanes;
 mod matmul;
+#[cfg(test)]
+mod parity;
 mod quantized;
 mod scalar;
 mod team;
@@ -120,7 +128,12 @@ impl Kernels {
     pub fn for_isa(isa: Isa) -> Option<&'static Kernels> {
         match isa {
             Isa::Scalar => Some(&scalar::TABLE),
-            _ => None,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2::table(),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512::table(),
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::Avx512 => None,
         }
     }
 

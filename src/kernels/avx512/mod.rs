@@ -1,0 +1,131 @@
+//! AVX-512 with VNNI.
+//!
+//! Functions carry their target features, so that intrinsics are safe in them; what is left to prove are loads and stores
+//! of whole arrays, which live in this file.
+#![allow(unsafe_code)]
+
+mod exact;
+mod integer;
+
+use std::arch::x86_64::*;
+
+use super::quantized::QuantRowMut;
+use super::{Isa, Kernels, lanes};
+
+pub(super) fn table() -> Option<&'static Kernels> {
+    let available = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512vnni");
+    available.then_some(&TABLE)
+}
+
+static TABLE: Kernels = Kernels {
+    isa: Isa::Avx512,
+    dot,
+    axpy,
+    decode_row: exact::decode_row,
+    add_scaled_rows: exact::add_scaled_rows,
+    silu_mul,
+    softmax,
+    quantize_row,
+    exact: exact::tile,
+    integer: integer::tile,
+};
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    lanes::dot(a, b)
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
+    lanes::axpy(a, x, y);
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn silu_mul(gate: &[f32], up: &mut [f32]) {
+    lanes::silu_mul(gate, up);
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn softmax(x: &mut [f32]) {
+    lanes::softmax(x);
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn quantize_row(x: &[f32], row: QuantRowMut) {
+    lanes::quantize_row(x, row);
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_bytes(from: &[u8; 64]) -> __m512i {
+    // SAFETY: the reference covers the 64 bytes of this unaligned load.
+    unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_signed(from: &[i8; 64]) -> __m512i {
+    // SAFETY: the reference covers the 64 bytes of this unaligned load.
+    unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_ints(from: &[i32; 16]) -> __m512i {
+    // SAFETY: the reference covers the 64 bytes of this unaligned load.
+    unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_half(from: &[u8; 32]) -> __m256i {
+    // SAFETY: the reference covers the 32 bytes of this unaligned load.
+    unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_quarter(from: &[u8; 16]) -> __m128i {
+    // SAFETY: the reference covers the 16 bytes of this unaligned load.
+    unsafe { _mm_loadu_si128(from.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_floats(from: &[f32; 16]) -> __m512 {
+    // SAFETY: the reference covers the 16 floats of this unaligned load.
+    unsafe { _mm512_loadu_ps(from.as_ptr()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn store_floats(to: &mut [f32; 16], v: __m512) {
+    // SAFETY: the reference covers the 16 floats of this unaligned store.
+    unsafe { _mm512_storeu_ps(to.as_mut_ptr(), v) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn store_ints(to: &mut [i32; 16], v: __m512i) {
+    // SAFETY: the reference covers the 64 bytes of this unaligned store.
+    unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), v) }
+}
+
+/// Both halves of a chunk of the 32 lanes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_lanes(from: &[f32; lanes::LANES]) -> [__m512; 2] {
+    let (halves, _) = from.as_chunks::<16>();
+    [load_floats(&halves[0]), load_floats(&halves[1])]
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn store_lanes(to: &mut [f32; lanes::LANES], v: [__m512; 2]) {
+    let (halves, _) = to.as_chunks_mut::<16>();
+    store_floats(&mut halves[0], v[0]);
+    store_floats(&mut halves[1], v[1]);
+}

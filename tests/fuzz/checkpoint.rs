@@ -1,0 +1,149 @@
+//! Small files and headers of a model directory.
+
+use crate::mutate::Mutator;
+use millstream::checkpoint::{Arch, Checkpoint, TensorMap};
+use std::fs;
+use std::path::Path;
+
+fn tiny() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tiny-glm-moe-dsa"))
+}
+
+fn number(variable: &str, absent: u64) -> u64 {
+    std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(absent)
+}
+
+/// Runs `round` with so many seeds; a panic inside it names its seed.
+fn rounds(count: u64, mut round: impl FnMut(&mut Mutator)) {
+    struct Seed(u64);
+    impl Drop for Seed {
+        fn drop(&mut self) {
+            if std::thread::panicking() {
+                eprintln!("FUZZ_SEED={} reproduces it", self.0);
+            }
+        }
+    }
+    let first = number("FUZZ_SEED", 1);
+    for seed in first..first + count * number("FUZZ_ROUNDS", 1) {
+        let seed = Seed(seed);
+        round(&mut Mutator::new(seed.0));
+    }
+}
+
+/// Whatever opened must lie within its files, with shapes that match its bytes.
+fn assert_within_files(map: &TensorMap) {
+    let lengths: Vec<u64> = map.paths().iter().map(|path| fs::metadata(path).unwrap().len()).collect();
+    for (name, tensor) in map.iter() {
+        let end = tensor.offset.checked_add(tensor.bytes).unwrap();
+        assert!(end <= lengths[tensor.file.0 as usize], "{name} passes the end of its file");
+        let size = tensor.shape.iter().try_fold(tensor.dtype.bytes(), |size, &dim| size.checked_mul(dim));
+        assert_eq!(size, Some(tensor.bytes), "{name}");
+    }
+}
+
+#[test]
+fn configs() {
+    let config = fs::read(tiny().join("config.json")).unwrap();
+    let generation = fs::read(tiny().join("generation_config.json")).unwrap();
+    let mut accepted = 0;
+    rounds(40_000, |mutator| {
+        let (mut config, mut generation) = (config.clone(), generation.clone());
+        match mutator.below(8) {
+            0 => mutator.mutate(&mut generation),
+            _ => mutator.mutate(&mut config),
+        }
+        if let Ok(arch) = Arch::parse(&config, Some(&generation)) {
+            accepted += 1;
+            assert!(arch.layers.len() <= 4096 && arch.hidden > 0);
+            assert!(arch.stop_ids.iter().all(|&id| (id as usize) < arch.vocab));
+            assert!(arch.moe.top_k <= arch.moe.experts && arch.moe.experts % arch.moe.groups == 0);
+            assert!(arch.rope_theta.is_finite() && arch.attention.rope % 2 == 0);
+            // The list of tensors is sized by the config: it must stay computable for what was accepted.
+            if arch.layers.len() < 100 {
+                assert!(!Checkpoint::required(&arch).is_empty());
+            }
+        }
+    });
+    assert!(accepted > 0, "every mutation was refused: the mutator is too coarse to test anything");
+}
+
+#[test]
+fn headers() {
+    let header = br#"{"__metadata__":{"format":"pt","colibri.fmt":"{\"b\":\"int4-row\"}"},
+        "a":{"dtype":"BF16","shape":[4,8],"data_offsets":[0,64]},"__pad__":{"dtype":"U8","shape":[8],"data_offsets":[64,72]},
+        "b":{"dtype":"U8","shape":[64],"data_offsets":[72,136]},"b.qs":{"dtype":"F32","shape":[4],"data_offsets":[136,152]}}"#;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let mut accepted = 0;
+    rounds(20_000, |mutator| {
+        let mut text = header.to_vec();
+        mutator.mutate(&mut text);
+        let mut file = (text.len() as u64).to_le_bytes().to_vec();
+        file.extend(&text);
+        file.extend([0; 152]);
+        match mutator.below(8) {
+            0 => file[mutator.below(8)] ^= 1 << mutator.below(8),
+            1 => file.truncate(mutator.below(file.len())),
+            _ => {}
+        }
+        fs::write(&path, &file).unwrap();
+        if let Ok(map) = TensorMap::open(dir.path()) {
+            accepted += 1;
+            assert_within_files(&map);
+            // Resolution with any shape is an answer too.
+            let _ = map.matrix("b", mutator.below(64), mutator.below(64));
+            let _ = map.matrix("a", 4, 8);
+            let _ = map.vector("b.qs", 4);
+        }
+    });
+    assert!(accepted > 0);
+}
+
+#[test]
+fn indexes() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::copy(tiny().join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    let index = br#"{"metadata":{"total_size":1},"weight_map":{"model.norm.weight":"model.safetensors"}}"#;
+    let mut accepted = 0;
+    rounds(2_000, |mutator| {
+        let mut text = index.to_vec();
+        mutator.mutate(&mut text);
+        fs::write(dir.path().join("model.safetensors.index.json"), &text).unwrap();
+        accepted += u32::from(TensorMap::open(dir.path()).is_ok());
+    });
+    assert!(accepted > 0);
+}
+
+#[test]
+fn whole_models() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+        fs::write(dir.path().join(name), fs::read(tiny().join(name)).unwrap()).unwrap();
+    }
+    let config = fs::read(tiny().join("config.json")).unwrap();
+    let shard = fs::read(tiny().join("model.safetensors")).unwrap();
+    let header_bytes = u64::from_le_bytes(shard[..8].try_into().unwrap()) as usize;
+    let mut accepted = 0;
+    rounds(1_500, |mutator| {
+        let mut config = config.clone();
+        let mut header = shard[8..][..header_bytes].to_vec();
+        match mutator.below(2) {
+            0 => mutator.mutate(&mut config),
+            _ => mutator.mutate(&mut header),
+        }
+        let mut file = (header.len() as u64).to_le_bytes().to_vec();
+        file.extend(&header);
+        file.extend(&shard[8 + header_bytes..]);
+        fs::write(dir.path().join("config.json"), &config).unwrap();
+        fs::write(dir.path().join("model.safetensors"), &file).unwrap();
+        if let Ok(checkpoint) = Checkpoint::open(dir.path()) {
+            accepted += 1;
+            assert_within_files(&checkpoint.tensors);
+            for matrix in checkpoint.experts.layers.iter().flatten().flatten().flat_map(|e| [e.gate, e.up, e.down]) {
+                assert_eq!(matrix.data.len, matrix.spec.data_bytes() as u64);
+                assert!(matrix.data.offset + matrix.data.len <= file.len() as u64);
+            }
+        }
+    });
+    assert!(accepted > 0);
+}

@@ -1,0 +1,6 @@
+//! Mutated files, seeded: whatever the bytes, an error or a model that holds together, never a panic.
+//!
+//! `FUZZ_ROUNDS=n` multiplies the rounds, `FUZZ_SEED=n` starts from another seed.
+
+mod checkpoint;
+mod mutate;
