@@ -1,5 +1,7 @@
 //! The program as people run it: whole commands, their output, their exit codes.
 
+#![allow(clippy::unwrap_used)]
+
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
