@@ -4,3 +4,4 @@
 
 mod checkpoint;
 mod mutate;
+mod text;
