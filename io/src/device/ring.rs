@@ -70,20 +70,7 @@ pub(crate) fn open(
             });
         }
     };
-    let whole_slab = (pool.slab_bytes() as u32).next_multiple_of(files.align());
-    let default_chunk = if facts.registered_bytes > 0 {
-        RING_CHUNK_BYTES
-    } else {
-        whole_slab
-    };
-    let limits = Limits {
-        depth_bytes: cfg.depth_for(pool.slab_bytes()),
-        chunk_bytes: cfg.chunk_for(default_chunk, &files),
-        whole_when_waiting: usize::MAX,
-        // One entry is the wake-up poll's: then neither queue can overflow.
-        calls: facts.entries as usize - 1,
-        reads: cfg.queue,
-    };
+    let limits = limits(cfg, &files, pool, &facts);
     let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
     let report = DeviceReport {
         name: "io_uring",
@@ -98,6 +85,23 @@ pub(crate) fn open(
         vec![thread],
         report,
     )))
+}
+
+fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts) -> Limits {
+    let whole_slab = (pool.slab_bytes() as u32).next_multiple_of(files.align());
+    let default_chunk = if facts.registered_bytes > 0 {
+        RING_CHUNK_BYTES
+    } else {
+        whole_slab
+    };
+    Limits {
+        depth_bytes: cfg.depth_for(pool.slab_bytes()),
+        chunk_bytes: cfg.chunk_for(default_chunk, files),
+        whole_when_waiting: usize::MAX,
+        // One entry is the wake-up poll's: then neither queue can overflow.
+        calls: facts.entries as usize - 1,
+        reads: cfg.queue,
+    }
 }
 
 /// What the setup found.
