@@ -38,7 +38,7 @@ fn main() {
             file_bytes: 3072 * MIB,
             slab_bytes: 19 * MIB,
             slabs: 8,
-            rounds: 7,
+            rounds: 5,
             reads: 120,
         }
     } else {
@@ -91,69 +91,47 @@ fn run(path: &Path, size: &Size) -> Result<(), Box<dyn std::error::Error>> {
         kind: DeviceKind::Threads,
         ..base
     };
-    let whole = (slab as u32).next_multiple_of(65536);
+    let chunks = |bytes: u64, cfg| DeviceConfig {
+        chunk_bytes: Some(bytes as u32),
+        ..cfg
+    };
+    let whole = slab.next_multiple_of(65536);
+    let all = size.slabs;
     let cases = [
-        ("ring, registered, 1 MiB", ring),
+        ("ring", ring, all),
+        ("ring, 1 MiB requests", chunks(MIB, ring), all),
+        ("ring, 4 MiB requests", chunks(4 * MIB, ring), all),
+        ("ring, whole slabs", chunks(whole, ring), all),
         (
-            "ring, registered, 2 MiB",
-            DeviceConfig {
-                chunk_bytes: Some(2 << 20),
-                ..ring
-            },
-        ),
-        (
-            "ring, registered, 4 MiB",
-            DeviceConfig {
-                chunk_bytes: Some(4 << 20),
-                ..ring
-            },
-        ),
-        (
-            "ring, registered, whole slab",
-            DeviceConfig {
-                chunk_bytes: Some(whole),
-                ..ring
-            },
-        ),
-        (
-            "ring, not registered, whole",
+            "ring, not registered",
             DeviceConfig {
                 register: false,
                 ..ring
             },
+            all,
         ),
+        ("threads", threads, all),
+        ("threads, 4 MiB requests", chunks(4 * MIB, threads), all),
+        ("threads, whole slabs", chunks(whole, threads), all),
+        ("ring, one slab at a time", ring, 1),
+        ("ring, one whole slab at a time", chunks(whole, ring), 1),
+        ("threads, one slab at a time", threads, 1),
         (
-            "ring, 1 MiB, one slab deep",
-            DeviceConfig {
-                depth_bytes: slab,
-                ..ring
-            },
-        ),
-        (
-            "threads x4, 1 MiB",
-            DeviceConfig {
-                chunk_bytes: Some(1 << 20),
-                ..threads
-            },
-        ),
-        ("threads x4, 4 MiB", threads),
-        (
-            "threads x4, whole slab",
-            DeviceConfig {
-                chunk_bytes: Some(whole),
-                ..threads
-            },
+            "threads, one whole slab at a time",
+            chunks(whole, threads),
+            1,
         ),
     ];
     let mut outcomes: Vec<Vec<Outcome>> = cases.iter().map(|_| Vec::new()).collect();
     for round in 0..size.rounds {
-        for (index, (name, cfg)) in cases.iter().enumerate() {
+        for (index, (name, cfg, at_once)) in cases.iter().enumerate() {
             match open_device(cfg, Arc::clone(&files), &pool) {
                 Ok(mut device) => outcomes[index].push(read_some(
                     &mut *device,
                     &files,
                     &pool,
                     size,
+                    *at_once,
                     round as u64,
                 )?),
                 Err(error) if round == 0 => println!("{name}: {error}"),
@@ -162,10 +140,10 @@ fn run(path: &Path, size: &Size) -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     println!(
-        "{:32} {:>6} {:>6} {:>9} {:>8} {:>8}",
+        "{:34} {:>6} {:>6} {:>9} {:>8} {:>8}",
         "median (best) of rounds", "GB/s", "best", "CPU s/GB", "p50 ms", "p99 ms"
     );
-    for ((name, _), rounds) in cases.iter().zip(&outcomes) {
+    for ((name, ..), rounds) in cases.iter().zip(&outcomes) {
         let speeds = sorted(rounds.iter().map(|o| o.bytes as f64 / 1e9 / o.seconds));
         let cpu = sorted(
             rounds
@@ -182,7 +160,7 @@ fn run(path: &Path, size: &Size) -> Result<(), Box<dyn std::error::Error>> {
         };
         let at = |values: &[f64], part: f64| values[((values.len() - 1) as f64 * part) as usize];
         println!(
-            "{name:32} {:6.2} {best:6.2} {:9.4} {:8.1} {:8.1}",
+            "{name:34} {:6.2} {best:6.2} {:9.4} {:8.1} {:8.1}",
             at(&speeds, 0.5),
             at(&cpu, 0.5),
             at(&service, 0.5),
@@ -197,6 +175,7 @@ fn read_some(
     files: &FileSet,
     pool: &SlabPool,
     size: &Size,
+    at_once: usize,
     seed: u64,
 ) -> Result<Outcome, Box<dyn std::error::Error>> {
     let places = size.file_bytes / size.slab_bytes;
@@ -204,6 +183,7 @@ fn read_some(
     let (cpu, start) = (cpu_seconds(), Instant::now());
     while service.len() < size.reads {
         while next < size.reads
+            && next - service.len() < at_once
             && let Some(slab) = pool.take()
         {
             // An odd multiplier walks the places in a scattered order without repeats.

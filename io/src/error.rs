@@ -19,17 +19,8 @@ pub struct ReadRange {
 
 impl fmt::Display for ReadRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ReadRange {
-            path,
-            offset,
-            wanted,
-            got,
-        } = self;
-        write!(
-            f,
-            "{wanted} bytes at {offset} of {} ({got} arrived)",
-            path.display()
-        )
+        let ReadRange { path, offset, wanted, got } = self;
+        write!(f, "{wanted} bytes at {offset} of {} ({got} arrived)", path.display())
     }
 }
 
@@ -157,9 +148,7 @@ impl IoError {
             IoError::EndOfFile { .. } | IoError::OutOfFile { .. } => {
                 "the file is truncated or still being written: finish or repeat the download"
             }
-            IoError::Stuck { .. } => {
-                "the file system keeps returning partial reads: try --io buffered"
-            }
+            IoError::Stuck { .. } => "the file system keeps returning partial reads: try --io buffered",
             IoError::Changed { .. } => "do not write to the files of a running model; start again",
             IoError::Memory { .. } => {
                 "lower the memory budget (--ram), or raise `ulimit -v` or the cgroup's memory.max"
@@ -232,56 +221,36 @@ impl Errno {
         match self.0 {
             libc::EINTR => ErrnoKind::Interrupted,
             libc::EAGAIN | libc::EBUSY | libc::ETIME => ErrnoKind::Again,
-            libc::EIO
-            | libc::EBADMSG
-            | libc::EUCLEAN
-            | libc::EREMOTEIO
-            | libc::ENODATA
-            | libc::EILSEQ => ErrnoKind::Damaged,
+            libc::EIO | libc::EBADMSG | libc::EUCLEAN | libc::EREMOTEIO | libc::ENODATA | libc::EILSEQ => {
+                ErrnoKind::Damaged
+            }
             libc::EINVAL | libc::EOPNOTSUPP => ErrnoKind::Unsupported,
             libc::EPERM | libc::EACCES => ErrnoKind::Denied,
             libc::ENOENT | libc::ENOTDIR | libc::ELOOP | libc::ENAMETOOLONG => ErrnoKind::Missing,
             libc::ENOMEM | libc::ENOBUFS => ErrnoKind::NoMemory,
             libc::EMFILE | libc::ENFILE => ErrnoKind::TooManyFiles,
             libc::ENOSYS => ErrnoKind::NoSystemCall,
-            libc::ENODEV | libc::ENXIO | libc::ESTALE | libc::ENOTCONN | libc::ESHUTDOWN => {
-                ErrnoKind::Gone
-            }
+            libc::ENODEV | libc::ENXIO | libc::ESTALE | libc::ENOTCONN | libc::ESHUTDOWN => ErrnoKind::Gone,
             _ => ErrnoKind::Other,
         }
     }
 
     /// The symbol, for the numbers met in practice.
     pub fn name(self) -> &'static str {
-        NAMES
-            .iter()
-            .find(|(number, _)| *number == self.0)
-            .map_or("unnamed", |(_, name)| name)
+        NAMES.iter().find(|(number, _)| *number == self.0).map_or("unnamed", |(_, name)| name)
     }
 
     fn hint(self) -> Option<&'static str> {
         match self.kind() {
-            ErrnoKind::Damaged => {
-                Some("the drive reports damage: check `dmesg` and copy the file again")
-            }
-            ErrnoKind::Denied => {
-                Some("the file's permissions, or a security policy, do not allow reading it")
-            }
+            ErrnoKind::Damaged => Some("the drive reports damage: check `dmesg` and copy the file again"),
+            ErrnoKind::Denied => Some("the file's permissions, or a security policy, do not allow reading it"),
             ErrnoKind::Missing => Some("a file of the model is missing: finish the download"),
             ErrnoKind::TooManyFiles => Some("too many open files: raise `ulimit -n`"),
-            ErrnoKind::NoMemory => {
-                Some("memory is short: lower the memory budget, or raise the limit")
-            }
-            ErrnoKind::Gone => {
-                Some("the drive or mount went away: check the cable, the mount and `dmesg`")
-            }
+            ErrnoKind::NoMemory => Some("memory is short: lower the memory budget, or raise the limit"),
+            ErrnoKind::Gone => Some("the drive or mount went away: check the cable, the mount and `dmesg`"),
             ErrnoKind::Again => Some("the machine is out of resources for a moment: try again"),
-            ErrnoKind::Unsupported => {
-                Some("the file system does not support this read: try --io buffered")
-            }
-            ErrnoKind::NoSystemCall => {
-                Some("the kernel is too old, or a security filter hides the call")
-            }
+            ErrnoKind::Unsupported => Some("the file system does not support this read: try --io buffered"),
+            ErrnoKind::NoSystemCall => Some("the kernel is too old, or a security filter hides the call"),
             ErrnoKind::Interrupted | ErrnoKind::Other => None,
         }
     }
@@ -290,12 +259,7 @@ impl Errno {
 impl fmt::Display for Errno {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The standard text already ends in "(os error N)".
-        write!(
-            f,
-            "{} [{}]",
-            std::io::Error::from_raw_os_error(self.0),
-            self.name()
-        )
+        write!(f, "{} [{}]", std::io::Error::from_raw_os_error(self.0), self.name())
     }
 }
 
@@ -341,35 +305,12 @@ mod tests {
 
     #[test]
     fn an_error_names_file_offset_wanted_got_and_errno() {
-        let range = ReadRange {
-            path: Arc::from(Path::new("/m/a.safetensors")),
-            offset: 8192,
-            wanted: 100,
-            got: 7,
-        };
-        let text = IoError::Read {
-            range: range.clone(),
-            errno: Errno(5),
-        }
-        .to_string();
-        for part in [
-            "/m/a.safetensors",
-            "8192",
-            "100",
-            "7 arrived",
-            "EIO",
-            "os error 5",
-        ] {
+        let range = ReadRange { path: Arc::from(Path::new("/m/a.safetensors")), offset: 8192, wanted: 100, got: 7 };
+        let text = IoError::Read { range: range.clone(), errno: Errno(5) }.to_string();
+        for part in ["/m/a.safetensors", "8192", "100", "7 arrived", "EIO", "os error 5"] {
             assert!(text.contains(part), "{part} not in {text}");
         }
-        assert!(
-            IoError::Read {
-                range,
-                errno: Errno(5)
-            }
-            .hint()
-            .is_some_and(|h| h.contains("damage"))
-        );
+        assert!(IoError::Read { range, errno: Errno(5) }.hint().is_some_and(|h| h.contains("damage")));
     }
 
     #[test]

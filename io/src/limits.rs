@@ -18,9 +18,9 @@ pub const PAGE_BYTES: usize = 4096;
 pub const DEPTH_BYTES_MIN: u64 = 64 * MIB;
 /// The default cap is never below this many slabs.
 pub const DEPTH_SLABS_MIN: u64 = 4;
-/// Request size while the arena is registered.
-pub const RING_CHUNK_BYTES: u32 = 1 << 20;
-/// Request size of a reader thread: a lone slab still occupies every thread.
+/// Request size while the arena is registered: a huge page, and a lone slab still is many requests.
+pub const RING_CHUNK_BYTES: u32 = 2 << 20;
+/// Request size of a reader thread while there are fewer reads than threads: a lone slab occupies every thread.
 pub const THREAD_CHUNK_BYTES: u32 = 4 << 20;
 /// Smallest request size that may be configured.
 pub const CHUNK_BYTES_MIN: u32 = 64 << 10;
@@ -62,14 +62,9 @@ const GIB: u64 = 1 << 30;
 const _: () = assert!(SECTOR_BYTES.is_power_of_two() && SECTOR_BYTES_MAX.is_power_of_two());
 const _: () = assert!(SECTOR_BYTES <= CHUNK_BYTES_MIN && CHUNK_BYTES_MIN <= RING_CHUNK_BYTES);
 const _: () = assert!(SECTOR_BYTES_MAX as usize <= HUGE_PAGE_BYTES);
-const _: () =
-    assert!(SLAB_BYTES_MAX <= u32::MAX as usize && SLAB_BYTES_MAX as u64 >= DEPTH_BYTES_MIN);
-const _: () = assert!(
-    AGAIN_MAX < ATTEMPTS_MAX && DAMAGE_RETRIES_MAX < ATTEMPTS_MAX && SAME_END_MAX < ATTEMPTS_MAX
-);
+const _: () = assert!(SLAB_BYTES_MAX <= u32::MAX as usize && SLAB_BYTES_MAX as u64 >= DEPTH_BYTES_MIN);
+const _: () = assert!(AGAIN_MAX < ATTEMPTS_MAX && DAMAGE_RETRIES_MAX < ATTEMPTS_MAX && SAME_END_MAX < ATTEMPTS_MAX);
 const _: () = assert!(BACKOFF_NS_MIN < BACKOFF_NS_MAX);
 const _: () = assert!(RING_ENTRIES_MIN <= RING_ENTRIES && RING_ENTRIES <= RING_ENTRIES_MAX);
 const _: () = assert!(QUEUE_READS <= QUEUE_READS_MAX && READER_THREADS <= READER_THREADS_MAX);
-const _: () = assert!(
-    HUGE_PAGE_BYTES.is_multiple_of(PAGE_BYTES) && PAGE_BYTES.is_multiple_of(SECTOR_BYTES as usize)
-);
+const _: () = assert!(HUGE_PAGE_BYTES.is_multiple_of(PAGE_BYTES) && PAGE_BYTES.is_multiple_of(SECTOR_BYTES as usize));

@@ -41,10 +41,7 @@ pub fn cover(offset: u64, len: u64, align: u64) -> Option<Cover> {
         return None;
     }
     let start = align_down(offset, align);
-    Some(Cover {
-        offset: start,
-        len: end - start,
-    })
+    Some(Cover { offset: start, len: end - start })
 }
 
 #[cfg(test)]
@@ -54,16 +51,10 @@ mod tests {
 
     /// The definition: walk aligned blocks and keep those that hold a byte of the span.
     fn naive_cover(offset: u64, len: u64, align: u64) -> Option<Cover> {
-        let touched: Vec<u64> = (0..)
-            .map(|i| i * align)
-            .take_while(|s| *s < offset + len)
-            .filter(|s| s + align > offset)
-            .collect();
+        let touched: Vec<u64> =
+            (0..).map(|i| i * align).take_while(|s| *s < offset + len).filter(|s| s + align > offset).collect();
         let first = *touched.first()?;
-        Some(Cover {
-            offset: first,
-            len: touched.len() as u64 * align,
-        })
+        Some(Cover { offset: first, len: touched.len() as u64 * align })
     }
 
     proptest! {

@@ -1,4 +1,8 @@
 //! What every device promises, asked of the ring, the reader threads and the simulator alike.
+#![allow(
+    clippy::unwrap_used,
+    reason = "a helper that fails is a test that fails"
+)]
 
 mod common;
 
@@ -7,8 +11,8 @@ use std::sync::Arc;
 
 use common::{Kind, Model, check_bytes, demand, kinds, lookahead, open, plan_of, span};
 use millstream_io::{
-    Device, DeviceConfig, FileId, FileSet, FileSpan, IoError, IoMode, Priority, Read, RejectReason,
-    Segment, Segments, SlabPool, Wait,
+    Device, DeviceConfig, FileId, FileSet, FileSpan, IoError, IoMode, Priority, Read, RejectReason, Segment, Segments,
+    SlabPool, Wait,
 };
 
 const MIB: u64 = 1 << 20;
@@ -37,30 +41,17 @@ fn bytes_are_the_files_own_at_any_offset_and_chunk() {
     let model = Model::new(&sizes);
     let wanted: Vec<Vec<FileSpan>> = vec![
         vec![span(0, 0, 5 * MIB + 4219)],
-        vec![
-            span(0, 4095, 2),
-            span(0, 3 * MIB + 1, 70_000),
-            span(1, 1, 2 * MIB),
-            span(2, 0, 777),
-        ],
+        vec![span(0, 4095, 2), span(0, 3 * MIB + 1, 70_000), span(1, 1, 2 * MIB), span(2, 0, 777)],
         vec![span(0, 5 * MIB, 4219), span(1, 3 * MIB - 1, 1)],
         vec![span(2, 776, 1)],
-        vec![
-            span(1, 12_345, 1_000_000),
-            span(1, 12_345, 1_000_000),
-            span(0, 1, 1),
-        ],
+        vec![span(1, 12_345, 1_000_000), span(1, 12_345, 1_000_000), span(0, 1, 1)],
     ];
     for_every_device(|kind, mode| {
         let files = model.open(mode);
         let pool = SlabPool::new(6 * MIB as usize, 3).unwrap();
         for chunk_bytes in [None, Some(65536), Some(1 << 20)] {
             for depth_bytes in [0, 1, 4 * MIB] {
-                let cfg = DeviceConfig {
-                    chunk_bytes,
-                    depth_bytes,
-                    ..DeviceConfig::default()
-                };
+                let cfg = DeviceConfig { chunk_bytes, depth_bytes, ..DeviceConfig::default() };
                 let mut device = open(kind, &cfg, &files, &pool);
                 let plans: Vec<_> = wanted.iter().map(|spans| plan_of(&files, spans)).collect();
                 let (mut next, mut seen) = (0, Vec::new());
@@ -69,36 +60,22 @@ fn bytes_are_the_files_own_at_any_offset_and_chunk() {
                         && let Some(mut slab) = pool.take()
                     {
                         slab.bytes_mut().fill(0x5A);
-                        device
-                            .submit(demand(next as u64, &plans[next]), slab)
-                            .unwrap();
+                        device.submit(demand(next as u64, &plans[next]), slab).unwrap();
                         next += 1;
                     }
                     let done = device.reap(Wait::Block).unwrap().unwrap();
                     done.result.as_ref().unwrap();
                     let tag = done.tag as usize;
-                    check_bytes(
-                        &plans[tag],
-                        &wanted[tag],
-                        done.slab.bytes(),
-                        &format!("{kind:?} {mode} {cfg:?}"),
-                    );
+                    check_bytes(&plans[tag], &wanted[tag], done.slab.bytes(), &format!("{kind:?} {mode} {cfg:?}"));
                     assert!(done.bytes >= wanted[tag].iter().map(|s| s.len).max().unwrap());
                     seen.push(tag);
                 }
                 seen.sort_unstable();
                 assert_eq!(seen, [0, 1, 2, 3, 4]);
-                assert!(
-                    device.reap(Wait::No).unwrap().is_none()
-                        && device.reap(Wait::Block).unwrap().is_none()
-                );
+                assert!(device.reap(Wait::No).unwrap().is_none() && device.reap(Wait::Block).unwrap().is_none());
                 let stats = device.stats();
                 assert_eq!(stats.reads, 5);
-                let want: u64 = plans
-                    .iter()
-                    .flat_map(|p| p.segments.to_vec())
-                    .map(|s| u64::from(s.want))
-                    .sum();
+                let want: u64 = plans.iter().flat_map(|p| p.segments.to_vec()).map(|s| u64::from(s.want)).sum();
                 assert_eq!(stats.useful_bytes, want);
                 assert!(stats.bytes >= want);
             }
@@ -115,27 +92,14 @@ fn a_full_device_gives_the_slab_and_the_read_back() {
         let files = model.open(mode);
         let pool = SlabPool::new(MIB as usize, 3).unwrap();
         let plan = plan_of(&files, &[span(0, 0, MIB)]);
-        let mut device = open(
-            kind,
-            &DeviceConfig {
-                queue: 2,
-                ..DeviceConfig::default()
-            },
-            &files,
-            &pool,
-        );
+        let mut device = open(kind, &DeviceConfig { queue: 2, ..DeviceConfig::default() }, &files, &pool);
         for tag in 0..2 {
-            device
-                .submit(demand(tag, &plan), pool.take().unwrap())
-                .unwrap();
+            device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
         }
         let slab = pool.take().unwrap();
         let index = slab.index();
         let rejected = device.submit(demand(2, &plan), slab).unwrap_err();
-        assert_eq!(
-            (rejected.slab.index(), rejected.read, rejected.why),
-            (index, demand(2, &plan), RejectReason::Full)
-        );
+        assert_eq!((rejected.slab.index(), rejected.read, rejected.why), (index, demand(2, &plan), RejectReason::Full));
         // One reaped makes room for one.
         drop(device.reap(Wait::Block).unwrap().unwrap());
         device.submit(rejected.read, rejected.slab).unwrap();
@@ -151,84 +115,22 @@ fn a_full_device_gives_the_slab_and_the_read_back() {
 #[test]
 fn requests_that_cannot_be_right_never_reach_the_kernel() {
     let model = Model::new(&[64 * 1024]);
-    let good = Segment {
-        file: FileId(0),
-        offset: 0,
-        len: 4096,
-        at: 0,
-        want: 4096,
-    };
+    let good = Segment { file: FileId(0), offset: 0, len: 4096, at: 0, want: 4096 };
     let bad: Vec<(&str, Vec<Segment>)> = vec![
         ("no segment", vec![]),
-        (
-            "no byte",
-            vec![Segment {
-                len: 0,
-                want: 0,
-                ..good
-            }],
-        ),
+        ("no byte", vec![Segment { len: 0, want: 0, ..good }]),
         ("nothing wanted", vec![Segment { want: 0, ..good }]),
-        (
-            "more wanted than asked for",
-            vec![Segment { want: 4097, ..good }],
-        ),
-        (
-            "unaligned offset",
-            vec![Segment {
-                offset: 512 + 1,
-                ..good
-            }],
-        ),
+        ("more wanted than asked for", vec![Segment { want: 4097, ..good }]),
+        ("unaligned offset", vec![Segment { offset: 512 + 1, ..good }]),
         ("unaligned length", vec![Segment { len: 4097, ..good }]),
         ("unaligned place", vec![Segment { at: 8, ..good }]),
         ("past the slab", vec![Segment { at: 8192, ..good }]),
-        (
-            "longer than the slab",
-            vec![Segment {
-                len: 1 << 30,
-                want: 1,
-                ..good
-            }],
-        ),
-        (
-            "offset above i64",
-            vec![Segment {
-                offset: 1 << 63,
-                ..good
-            }],
-        ),
-        (
-            "end above i64",
-            vec![Segment {
-                offset: (1 << 63) - 4096,
-                ..good
-            }],
-        ),
-        (
-            "end above u64",
-            vec![Segment {
-                offset: u64::MAX - 4095,
-                ..good
-            }],
-        ),
-        (
-            "no such file",
-            vec![Segment {
-                file: FileId(1),
-                ..good
-            }],
-        ),
-        (
-            "two to one place",
-            vec![
-                good,
-                Segment {
-                    offset: 4096,
-                    ..good
-                },
-            ],
-        ),
+        ("longer than the slab", vec![Segment { len: 1 << 30, want: 1, ..good }]),
+        ("offset above i64", vec![Segment { offset: 1 << 63, ..good }]),
+        ("end above i64", vec![Segment { offset: (1 << 63) - 4096, ..good }]),
+        ("end above u64", vec![Segment { offset: u64::MAX - 4095, ..good }]),
+        ("no such file", vec![Segment { file: FileId(1), ..good }]),
+        ("two to one place", vec![good, Segment { offset: 4096, ..good }]),
     ];
     for_every_device(|kind, mode| {
         let files = model.open(mode);
@@ -237,11 +139,7 @@ fn requests_that_cannot_be_right_never_reach_the_kernel() {
         let mut device = open(kind, &DeviceConfig::default(), &files, &pool);
         for (name, segments) in &bad {
             let segments = Segments::from_slice(segments).unwrap();
-            let read = Read {
-                tag: 9,
-                priority: Priority::Demand,
-                segments,
-            };
+            let read = Read { tag: 9, priority: Priority::Demand, segments };
             let rejected = device.submit(read, pool.take().unwrap()).unwrap_err();
             assert!(
                 matches!(rejected.why, RejectReason::Bad(IoError::BadRequest { .. })),
@@ -250,19 +148,12 @@ fn requests_that_cannot_be_right_never_reach_the_kernel() {
             );
         }
         let plan = plan_of(&files, &[span(0, 0, 4096)]);
-        let rejected = device
-            .submit(demand(1, &plan), other.take().unwrap())
-            .unwrap_err();
-        assert!(matches!(
-            rejected.why,
-            RejectReason::Bad(IoError::BadRequest { .. })
-        ));
+        let rejected = device.submit(demand(1, &plan), other.take().unwrap()).unwrap_err();
+        assert!(matches!(rejected.why, RejectReason::Bad(IoError::BadRequest { .. })));
         drop(rejected);
         assert_eq!((device.in_flight(), pool.free(), other.free()), (0, 1, 1));
         assert_eq!(device.stats().bytes, 0);
-        device
-            .submit(demand(1, &plan), pool.take().unwrap())
-            .unwrap();
+        device.submit(demand(1, &plan), pool.take().unwrap()).unwrap();
         assert!(device.reap(Wait::Block).unwrap().unwrap().result.is_ok());
     });
 }
@@ -275,17 +166,11 @@ fn dropping_a_busy_device_gives_every_slab_back() {
         let pool = SlabPool::new(4 * MIB as usize, 8).unwrap();
         for reaped in 0..4 {
             for depth_bytes in [0, MIB] {
-                let cfg = DeviceConfig {
-                    depth_bytes,
-                    chunk_bytes: Some(65536),
-                    ..DeviceConfig::default()
-                };
+                let cfg = DeviceConfig { depth_bytes, chunk_bytes: Some(65536), ..DeviceConfig::default() };
                 let mut device = open(kind, &cfg, &files, &pool);
                 for tag in 0..8 {
                     let plan = plan_of(&files, &[span(0, tag * 4099, 4 * MIB - 8192)]);
-                    device
-                        .submit(demand(tag, &plan), pool.take().unwrap())
-                        .unwrap();
+                    device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
                 }
                 for _ in 0..reaped {
                     drop(device.reap(Wait::Block).unwrap().unwrap());
@@ -297,11 +182,7 @@ fn dropping_a_busy_device_gives_every_slab_back() {
         // What was in flight has landed: the slabs are nobody's but ours now.
         let mut slabs: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
         slabs.iter_mut().for_each(|slab| slab.bytes_mut().fill(7));
-        assert!(
-            slabs
-                .iter()
-                .all(|slab| slab.bytes().iter().all(|byte| *byte == 7))
-        );
+        assert!(slabs.iter().all(|slab| slab.bytes().iter().all(|byte| *byte == 7)));
     });
 }
 
@@ -311,39 +192,23 @@ fn cancelled_lookahead_comes_back_and_demand_stays() {
     for_every_device(|kind, mode| {
         let files = model.open(mode);
         let pool = SlabPool::new(MIB as usize, 12).unwrap();
-        let cfg = DeviceConfig {
-            depth_bytes: 1,
-            chunk_bytes: Some(65536),
-            ..DeviceConfig::default()
-        };
+        let cfg = DeviceConfig { depth_bytes: 1, chunk_bytes: Some(65536), ..DeviceConfig::default() };
         let mut device = open(kind, &cfg, &files, &pool);
         let plan = |tag: u64| plan_of(&files, &[span(0, tag * 65536, MIB)]);
         for tag in 0..12 {
-            let read = if tag % 3 == 0 {
-                demand(tag, &plan(tag))
-            } else {
-                lookahead(tag, &plan(tag))
-            };
+            let read = if tag % 3 == 0 { demand(tag, &plan(tag)) } else { lookahead(tag, &plan(tag)) };
             device.submit(read, pool.take().unwrap()).unwrap();
         }
         let taken_back = device.cancel_lookahead();
         assert!(taken_back <= 8);
         let done = reap_all(&mut *device);
         assert_eq!(done.len(), 12);
-        let cancelled = done
-            .iter()
-            .filter(|done| done.result == Err(IoError::Cancelled))
-            .inspect(|done| {
-                assert!(done.tag % 3 != 0, "demand {} was cancelled", done.tag);
-            });
+        let cancelled = done.iter().filter(|done| done.result == Err(IoError::Cancelled)).inspect(|done| {
+            assert!(done.tag % 3 != 0, "demand {} was cancelled", done.tag);
+        });
         assert_eq!(cancelled.count(), taken_back);
         for done in done.iter().filter(|done| done.result.is_ok()) {
-            check_bytes(
-                &plan(done.tag),
-                &[span(0, done.tag * 65536, MIB)],
-                done.slab.bytes(),
-                "kept",
-            );
+            check_bytes(&plan(done.tag), &[span(0, done.tag * 65536, MIB)], done.slab.bytes(), "kept");
         }
         assert_eq!(device.cancel_lookahead(), 0);
         drop(done);
@@ -359,50 +224,25 @@ fn a_file_cut_short_is_an_error_with_the_numbers_and_the_device_lives_on() {
         let pool = SlabPool::new(4 * MIB as usize, 2).unwrap();
         let plan = plan_of(&files, &[span(0, MIB, 3 * MIB)]);
         let kept = 2 * MIB + 1000;
-        std::fs::OpenOptions::new()
-            .write(true)
-            .open(&model.paths[0])
-            .unwrap()
-            .set_len(kept)
-            .unwrap();
+        std::fs::OpenOptions::new().write(true).open(&model.paths[0]).unwrap().set_len(kept).unwrap();
         for chunk_bytes in [None, Some(65536)] {
-            let cfg = DeviceConfig {
-                chunk_bytes,
-                ..DeviceConfig::default()
-            };
+            let cfg = DeviceConfig { chunk_bytes, ..DeviceConfig::default() };
             let mut device = open(kind, &cfg, &files, &pool);
-            device
-                .submit(demand(0, &plan), pool.take().unwrap())
-                .unwrap();
-            let error = device
-                .reap(Wait::Block)
-                .unwrap()
-                .unwrap()
-                .result
-                .unwrap_err();
-            let IoError::EndOfFile { range } = &error else {
-                panic!("{kind:?}: {error:?}")
-            };
+            device.submit(demand(0, &plan), pool.take().unwrap()).unwrap();
+            let error = device.reap(Wait::Block).unwrap().unwrap().result.unwrap_err();
+            let IoError::EndOfFile { range } = &error else { panic!("{kind:?}: {error:?}") };
             assert_eq!(&*range.path, model.paths[0]);
-            assert_eq!(
-                (range.offset, range.wanted, range.got),
-                (MIB, 3 * MIB, MIB + 1000),
-                "{kind:?} {mode}"
-            );
+            assert_eq!((range.offset, range.wanted, range.got), (MIB, 3 * MIB, MIB + 1000), "{kind:?} {mode}");
             assert!(error.hint().is_some());
             // The other file, and what is left of this one, can still be read.
             let spans = [span(1, 0, MIB), span(0, 0, 2 * MIB + 1000)];
             let plan = plan_of(&files, &spans);
-            device
-                .submit(demand(1, &plan), pool.take().unwrap())
-                .unwrap();
+            device.submit(demand(1, &plan), pool.take().unwrap()).unwrap();
             let done = device.reap(Wait::Block).unwrap().unwrap();
             done.result.unwrap();
             check_bytes(&plan, &spans, done.slab.bytes(), "after the error");
         }
-        assert!(
-            matches!(files.check_unchanged(), Err(IoError::Changed { path, .. }) if *path == *model.paths[0])
-        );
+        assert!(matches!(files.check_unchanged(), Err(IoError::Changed { path, .. }) if *path == *model.paths[0]));
         assert_eq!(pool.free(), 2);
     });
 }
@@ -418,55 +258,24 @@ fn an_io_error_fails_its_read_and_nothing_else() {
         return;
     }
     for kind in kinds() {
-        let files = Arc::new(
-            FileSet::open(&[model.paths[0].clone(), memory.clone()], IoMode::Auto).unwrap(),
-        );
+        let files = Arc::new(FileSet::open(&[model.paths[0].clone(), memory.clone()], IoMode::Auto).unwrap());
         let pool = SlabPool::new(MIB as usize, 4).unwrap();
         let mut device = open(kind, &DeviceConfig::default(), &files, &pool);
-        let broken = Segment {
-            file: FileId(1),
-            offset: 0,
-            len: 8192,
-            at: 0,
-            want: 8192,
-        };
+        let broken = Segment { file: FileId(1), offset: 0, len: 8192, at: 0, want: 8192 };
         let plan = plan_of(&files, &[span(0, 0, MIB)]);
         for tag in 0..4 {
-            let segments = if tag == 1 {
-                Segments::from_slice(&[broken]).unwrap()
-            } else {
-                plan.segments
-            };
-            device
-                .submit(
-                    Read {
-                        tag,
-                        priority: Priority::Demand,
-                        segments,
-                    },
-                    pool.take().unwrap(),
-                )
-                .unwrap();
+            let segments = if tag == 1 { Segments::from_slice(&[broken]).unwrap() } else { plan.segments };
+            device.submit(Read { tag, priority: Priority::Demand, segments }, pool.take().unwrap()).unwrap();
         }
         for done in reap_all(&mut *device) {
             if done.tag == 1 {
                 let error = done.result.unwrap_err();
-                let IoError::Read { range, errno } = &error else {
-                    panic!("{error:?}")
-                };
-                assert_eq!(
-                    (&*range.path, range.offset, range.wanted, range.got),
-                    (&*memory, 0, 8192, 0)
-                );
+                let IoError::Read { range, errno } = &error else { panic!("{error:?}") };
+                assert_eq!((&*range.path, range.offset, range.wanted, range.got), (&*memory, 0, 8192, 0));
                 assert_eq!(errno.name(), "EIO");
             } else {
                 done.result.unwrap();
-                check_bytes(
-                    &plan,
-                    &[span(0, 0, MIB)],
-                    done.slab.bytes(),
-                    "beside the error",
-                );
+                check_bytes(&plan, &[span(0, 0, MIB)], done.slab.bytes(), "beside the error");
             }
         }
         assert_eq!(pool.free(), 4);
@@ -481,31 +290,16 @@ fn a_ring_of_two_entries_serves_many_chunks() {
         for ring_entries in [2, 3, 8] {
             let files = model.open(IoMode::Auto);
             let pool = SlabPool::new(4 * MIB as usize, 2).unwrap();
-            let cfg = DeviceConfig {
-                ring_entries,
-                chunk_bytes: Some(65536),
-                threads: 1,
-                ..DeviceConfig::default()
-            };
+            let cfg = DeviceConfig { ring_entries, chunk_bytes: Some(65536), threads: 1, ..DeviceConfig::default() };
             let mut device = open(kind, &cfg, &files, &pool);
             let spans = [[span(0, 0, 4 * MIB)], [span(0, 4 * MIB, 4 * MIB)]];
             for (tag, spans) in spans.iter().enumerate() {
-                device
-                    .submit(
-                        demand(tag as u64, &plan_of(&files, spans)),
-                        pool.take().unwrap(),
-                    )
-                    .unwrap();
+                device.submit(demand(tag as u64, &plan_of(&files, spans)), pool.take().unwrap()).unwrap();
             }
             for done in reap_all(&mut *device) {
                 done.result.unwrap();
                 let spans = &spans[done.tag as usize];
-                check_bytes(
-                    &plan_of(&files, spans),
-                    spans,
-                    done.slab.bytes(),
-                    "tiny ring",
-                );
+                check_bytes(&plan_of(&files, spans), spans, done.slab.bytes(), "tiny ring");
             }
         }
     }
@@ -521,16 +315,8 @@ fn a_child_process_started_mid_read_disturbs_nothing() {
         let spans = [span(0, 0, 8 * MIB)];
         let plan = plan_of(&files, &spans);
         for tag in 0..3 {
-            device
-                .submit(demand(tag, &plan), pool.take().unwrap())
-                .unwrap();
-            assert!(
-                std::process::Command::new("/bin/sh")
-                    .args(["-c", "exit 0"])
-                    .status()
-                    .unwrap()
-                    .success()
-            );
+            device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
+            assert!(std::process::Command::new("/bin/sh").args(["-c", "exit 0"]).status().unwrap().success());
         }
         for done in reap_all(&mut *device) {
             done.result.unwrap();

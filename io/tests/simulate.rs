@@ -1,4 +1,8 @@
 //! Faults with a seed: whatever the kernel answers, a read brings the right bytes or a named error.
+#![allow(
+    clippy::unwrap_used,
+    reason = "a helper that fails is a test that fails"
+)]
 
 mod common;
 
@@ -7,8 +11,8 @@ use std::time::Duration;
 
 use common::{Model, check_bytes, demand, lookahead, plan_of, span};
 use millstream_io::{
-    Access, DeviceStats, Errno, FileId, FileSet, FileSpan, IoError, IoMode, RejectReason,
-    SimConfig, SimFault, SlabPool, Wait, sim_device,
+    Access, DeviceStats, Errno, FileId, FileSet, FileSpan, IoError, IoMode, RejectReason, SimConfig, SimFault,
+    SlabPool, Wait, sim_device,
 };
 
 const KIB: u64 = 1024;
@@ -50,26 +54,14 @@ fn run(cfg: &SimConfig, files: &Arc<FileSet>) -> History {
             && let Some(slab) = pool.take()
         {
             let tag = next as u64;
-            let read = if next % 3 == 0 {
-                lookahead(tag, &plans[next])
-            } else {
-                demand(tag, &plans[next])
-            };
+            let read = if next % 3 == 0 { lookahead(tag, &plans[next]) } else { demand(tag, &plans[next]) };
             device.submit(read, slab).unwrap();
             next += 1;
         }
-        let done = device
-            .reap(Wait::Block)
-            .unwrap()
-            .expect("reads are in flight");
+        let done = device.reap(Wait::Block).unwrap().expect("reads are in flight");
         let tag = done.tag as usize;
         if done.result.is_ok() {
-            check_bytes(
-                &plans[tag],
-                &wanted[tag],
-                done.slab.bytes(),
-                &format!("seed {}", cfg.seed),
-            );
+            check_bytes(&plans[tag], &wanted[tag], done.slab.bytes(), &format!("seed {}", cfg.seed));
         }
         history.finished.push((done.tag, done.result.err()));
         history.services.push(done.service);
@@ -87,47 +79,31 @@ fn three_hundred_storms_bring_right_bytes_or_named_errors() {
     let (mut whole, mut failed) = (0, 0);
     for seed in 0..300 {
         let files = model.open(IoMode::Auto);
-        let storm = SimConfig {
-            chunk_bytes: 8192 << (seed % 4),
-            depth_bytes: 4096 << (seed % 7),
-            ..SimConfig::stormy(seed)
-        };
+        let storm =
+            SimConfig { chunk_bytes: 8192 << (seed % 4), depth_bytes: 4096 << (seed % 7), ..SimConfig::stormy(seed) };
         let history = run(&storm, &files);
         let mut tags: Vec<u64> = history.finished.iter().map(|(tag, _)| *tag).collect();
         tags.sort_unstable();
-        assert_eq!(
-            tags,
-            (0..24).collect::<Vec<_>>(),
-            "seed {seed}: every read ends once"
-        );
+        assert_eq!(tags, (0..24).collect::<Vec<_>>(), "seed {seed}: every read ends once");
         for (tag, error) in history.finished {
             match error {
                 None => whole += 1,
                 Some(IoError::Read { range, errno }) => {
                     failed += 1;
                     assert_eq!(errno, Errno(libc::EIO), "seed {seed}, read {tag}");
-                    assert!(
-                        model.paths.iter().any(|path| **path == *range.path)
-                            && range.got < range.wanted
-                    );
+                    assert!(model.paths.iter().any(|path| **path == *range.path) && range.got < range.wanted);
                 }
                 // Two empty results in a row are the end of the file as far as anybody can tell.
                 Some(IoError::EndOfFile { range }) => {
                     failed += 1;
-                    assert!(
-                        range.got < range.wanted,
-                        "seed {seed}, read {tag}: {range:?}"
-                    );
+                    assert!(range.got < range.wanted, "seed {seed}, read {tag}: {range:?}");
                 }
                 Some(error) => panic!("seed {seed}, read {tag}: {error:?}"),
             }
         }
     }
     assert!(whole > 5000, "storms are survived as a rule, {whole} were");
-    assert!(
-        failed > 0,
-        "some storms are too much, or this test shows nothing"
-    );
+    assert!(failed > 0, "some storms are too much, or this test shows nothing");
 }
 
 #[test]
@@ -145,10 +121,7 @@ fn without_device_errors_every_storm_is_survived() {
                 ..SimConfig::stormy(seed)
             };
             let history = run(&storm, &model.open(mode));
-            assert!(
-                history.finished.iter().all(|(_, error)| error.is_none()),
-                "seed {seed}: {history:?}"
-            );
+            assert!(history.finished.iter().all(|(_, error)| error.is_none()), "seed {seed}: {history:?}");
             assert!(history.stats.retries > 0);
         }
     }
@@ -157,15 +130,7 @@ fn without_device_errors_every_storm_is_survived() {
 #[test]
 fn a_seed_gives_the_same_history_and_another_seed_another() {
     let model = model();
-    let history = |seed| {
-        run(
-            &SimConfig {
-                chunk_bytes: 8192,
-                ..SimConfig::stormy(seed)
-            },
-            &model.open(IoMode::Auto),
-        )
-    };
+    let history = |seed| run(&SimConfig { chunk_bytes: 8192, ..SimConfig::stormy(seed) }, &model.open(IoMode::Auto));
     for seed in 0..20 {
         assert_eq!(history(seed), history(seed));
         assert_ne!(history(seed), history(seed + 100));
@@ -175,16 +140,11 @@ fn a_seed_gives_the_same_history_and_another_seed_another() {
 /// One read of 64 KiB in one call under a script; the result and the retries.
 fn scripted(files: &Arc<FileSet>, script: &[(u64, SimFault)]) -> (Result<(), IoError>, u64) {
     let pool = SlabPool::new(64 * KIB as usize, 1).unwrap();
-    let cfg = SimConfig {
-        script: script.to_vec(),
-        ..SimConfig::calm(0)
-    };
+    let cfg = SimConfig { script: script.to_vec(), ..SimConfig::calm(0) };
     let mut device = sim_device(&cfg, Arc::clone(files), &pool).unwrap();
     let spans = [span(0, 4096, 64 * KIB)];
     let plan = plan_of(files, &spans);
-    device
-        .submit(demand(0, &plan), pool.take().unwrap())
-        .unwrap();
+    device.submit(demand(0, &plan), pool.take().unwrap()).unwrap();
     let done = device.reap(Wait::Block).unwrap().unwrap();
     if done.result.is_ok() {
         check_bytes(&plan, &spans, done.slab.bytes(), "scripted");
@@ -201,27 +161,12 @@ fn a_shim_that_returns_half_is_continued_and_one_that_returns_nothing_is_an_erro
     let model = model();
     for mode in [IoMode::Auto, IoMode::Buffered] {
         let files = model.open(mode);
-        assert_eq!(
-            scripted(&files, &[(0, SimFault::Short(32 * 1024))]),
-            (Ok(()), 1)
-        );
+        assert_eq!(scripted(&files, &[(0, SimFault::Short(32 * 1024))]), (Ok(()), 1));
         // Nobody promises that a part ends where a sector does.
         assert_eq!(scripted(&files, &[(0, SimFault::Short(5001))]), (Ok(()), 1));
-        let (result, _) = scripted(
-            &files,
-            &[
-                (0, SimFault::Short(5001)),
-                (1, SimFault::Zero),
-                (2, SimFault::Zero),
-            ],
-        );
-        let IoError::EndOfFile { range } = result.unwrap_err() else {
-            panic!("not the end of the file")
-        };
-        assert_eq!(
-            (range.offset, range.wanted, range.got),
-            (4096, 64 * KIB, 5001)
-        );
+        let (result, _) = scripted(&files, &[(0, SimFault::Short(5001)), (1, SimFault::Zero), (2, SimFault::Zero)]);
+        let IoError::EndOfFile { range } = result.unwrap_err() else { panic!("not the end of the file") };
+        assert_eq!((range.offset, range.wanted, range.got), (4096, 64 * KIB, 5001));
         assert_eq!(scripted(&files, &[(0, SimFault::Zero)]), (Ok(()), 1));
     }
 }
@@ -229,41 +174,16 @@ fn a_shim_that_returns_half_is_continued_and_one_that_returns_nothing_is_an_erro
 #[test]
 fn passing_errors_are_repeated_up_to_a_bound() {
     let files = model().open(IoMode::Auto);
-    let all = |errno: i32, count: u64| {
-        (0..count)
-            .map(|call| (call, SimFault::Errno(errno)))
-            .collect::<Vec<_>>()
-    };
+    let all = |errno: i32, count: u64| (0..count).map(|call| (call, SimFault::Errno(errno))).collect::<Vec<_>>();
     assert_eq!(scripted(&files, &all(libc::EAGAIN, 16)), (Ok(()), 16));
     let (result, _) = scripted(&files, &all(libc::EAGAIN, 17));
-    assert!(
-        matches!(
-            result,
-            Err(IoError::Read {
-                errno: Errno(libc::EAGAIN),
-                ..
-            })
-        ),
-        "{result:?}"
-    );
+    assert!(matches!(result, Err(IoError::Read { errno: Errno(libc::EAGAIN), .. })), "{result:?}");
     assert_eq!(scripted(&files, &all(libc::EINTR, 63)), (Ok(()), 63));
     let (result, _) = scripted(&files, &all(libc::EINTR, 64));
-    assert!(
-        matches!(result, Err(IoError::Stuck { attempts: 64, .. })),
-        "{result:?}"
-    );
+    assert!(matches!(result, Err(IoError::Stuck { attempts: 64, .. })), "{result:?}");
     assert_eq!(scripted(&files, &all(libc::EIO, 1)), (Ok(()), 1));
     let (result, _) = scripted(&files, &all(libc::EIO, 2));
-    assert!(
-        matches!(
-            result,
-            Err(IoError::Read {
-                errno: Errno(libc::EIO),
-                ..
-            })
-        ),
-        "{result:?}"
-    );
+    assert!(matches!(result, Err(IoError::Read { errno: Errno(libc::EIO), .. })), "{result:?}");
 }
 
 #[test]
@@ -276,33 +196,19 @@ fn a_direct_read_refused_switches_its_file_once_or_fails_where_direct_was_demand
     }
     for errno in [libc::EINVAL, libc::EOPNOTSUPP, libc::EPERM] {
         let files = model.open(IoMode::Auto);
-        assert_eq!(
-            scripted(&files, &[(0, SimFault::Errno(errno))]),
-            (Ok(()), 1)
-        );
-        assert!(matches!(
-            files.access(FileId(0)),
-            Access::Buffered { why: Some(_) }
-        ));
-        assert!(
-            matches!(files.access(FileId(1)), Access::Direct { .. }),
-            "the other file stays as it was"
-        );
+        assert_eq!(scripted(&files, &[(0, SimFault::Errno(errno))]), (Ok(()), 1));
+        assert!(matches!(files.access(FileId(0)), Access::Buffered { why: Some(_) }));
+        assert!(matches!(files.access(FileId(1)), Access::Direct { .. }), "the other file stays as it was");
         let warnings = files.warnings();
         assert_eq!(warnings.len(), 1);
-        assert!(
-            warnings[0].contains("part-0.bin") && warnings[0].contains(Errno(errno).name()),
-            "{warnings:?}"
-        );
+        assert!(warnings[0].contains("part-0.bin") && warnings[0].contains(Errno(errno).name()), "{warnings:?}");
         // It is buffered from now on, and says so once.
         assert_eq!(scripted(&files, &[]), (Ok(()), 0));
         assert_eq!(files.warnings().len(), 1);
 
         let files = model.open(IoMode::Direct);
         let (result, _) = scripted(&files, &[(0, SimFault::Errno(errno))]);
-        let Err(IoError::DirectRefused { path, why }) = result else {
-            panic!("{result:?}")
-        };
+        let Err(IoError::DirectRefused { path, why }) = result else { panic!("{result:?}") };
         assert!(*path == *model.paths[0] && why.contains(Errno(errno).name()));
         assert!(is_direct(&files));
     }
@@ -313,23 +219,14 @@ fn a_stalled_read_is_overtaken_and_still_arrives() {
     let files = model().open(IoMode::Auto);
     let pool = SlabPool::new(64 * KIB as usize, 3).unwrap();
     let stall = Duration::from_secs(30);
-    let cfg = SimConfig {
-        script: vec![(0, SimFault::Stall(stall))],
-        reorder: true,
-        ..SimConfig::calm(3)
-    };
+    let cfg = SimConfig { script: vec![(0, SimFault::Stall(stall))], reorder: true, ..SimConfig::calm(3) };
     let mut device = sim_device(&cfg, Arc::clone(&files), &pool).unwrap();
     for tag in 0..3 {
         let plan = plan_of(&files, &[span(0, tag * 64 * KIB, 64 * KIB)]);
-        device
-            .submit(demand(tag, &plan), pool.take().unwrap())
-            .unwrap();
+        device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
     }
     let done: Vec<_> = std::iter::from_fn(|| device.reap(Wait::Block).unwrap()).collect();
-    assert_eq!(
-        done.iter().map(|done| done.tag).collect::<Vec<_>>(),
-        [1, 2, 0]
-    );
+    assert_eq!(done.iter().map(|done| done.tag).collect::<Vec<_>>(), [1, 2, 0]);
     assert!(done[2].result.is_ok() && done[2].service >= stall);
 }
 
@@ -337,16 +234,11 @@ fn a_stalled_read_is_overtaken_and_still_arrives() {
 fn a_dead_device_hands_out_what_it_has_and_stays_dead() {
     let files = model().open(IoMode::Auto);
     let pool = SlabPool::new(64 * KIB as usize, 4).unwrap();
-    let cfg = SimConfig {
-        script: vec![(1, SimFault::Die)],
-        ..SimConfig::calm(0)
-    };
+    let cfg = SimConfig { script: vec![(1, SimFault::Die)], ..SimConfig::calm(0) };
     let mut device = sim_device(&cfg, Arc::clone(&files), &pool).unwrap();
     for tag in 0..3 {
         let plan = plan_of(&files, &[span(0, tag * 64 * KIB, 64 * KIB)]);
-        device
-            .submit(demand(tag, &plan), pool.take().unwrap())
-            .unwrap();
+        device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
     }
     let first = device.reap(Wait::Block).unwrap().unwrap();
     assert!(first.tag == 0 && first.result.is_ok());
@@ -364,10 +256,7 @@ fn a_dead_device_hands_out_what_it_has_and_stays_dead() {
     assert!(died >= 5, "it stays dead");
     let plan = plan_of(&files, &[span(0, 0, KIB)]);
     let rejected = device.submit(demand(9, &plan), first.slab).unwrap_err();
-    assert!(matches!(
-        rejected.why,
-        RejectReason::Dead(IoError::DeviceDied { .. })
-    ));
+    assert!(matches!(rejected.why, RejectReason::Dead(IoError::DeviceDied { .. })));
     drop(rejected);
     drop(device);
     assert_eq!(pool.free(), 4);
@@ -378,16 +267,11 @@ fn dropping_the_device_lets_late_results_land_first() {
     let files = model().open(IoMode::Auto);
     for seed in 0..50 {
         let pool = SlabPool::new(128 * KIB as usize, 6).unwrap();
-        let cfg = SimConfig {
-            chunk_bytes: 4096,
-            ..SimConfig::stormy(seed)
-        };
+        let cfg = SimConfig { chunk_bytes: 4096, ..SimConfig::stormy(seed) };
         let mut device = sim_device(&cfg, Arc::clone(&files), &pool).unwrap();
         for tag in 0..6 {
             let plan = plan_of(&files, &[span(0, tag * 4097, 100 * KIB)]);
-            device
-                .submit(demand(tag, &plan), pool.take().unwrap())
-                .unwrap();
+            device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
         }
         for _ in 0..seed {
             drop(device.reap(Wait::No).unwrap());

@@ -20,16 +20,16 @@ use crate::kernels::{Kernels, Team};
 use crate::limits::MAX_CONTEXT;
 use crate::meter::Meter;
 use crate::model::resident::Plan;
-use crate::ops::attention::Shape;
-use crate::ops::rope::Rope;
 pub use crate::ops::Activations;
 use crate::ops::Compute;
+use crate::ops::attention::Shape;
+use crate::ops::rope::Rope;
 use crate::store::{ExpertStore, ExpertTable};
 use budget::{Budget, Demand};
 pub use config::{AttentionForm, Dsa, EngineConfig, Memory};
 pub use error::EngineError;
-pub use generate::{Finish, Job, Outcome};
 use generate::Times;
+pub use generate::{Finish, Job, Outcome};
 use sampler::Sampler;
 
 /// An opened model.
@@ -132,6 +132,11 @@ impl Engine {
     /// Positions a sequence may have.
     pub fn context(&self) -> usize {
         self.kv.capacity()
+    }
+
+    /// The expert store, for its counters, its pool and its device.
+    pub fn store(&self) -> &ExpertStore {
+        &self.experts.store
     }
 
     /// How memory was divided.

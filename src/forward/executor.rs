@@ -59,14 +59,7 @@ pub struct Streamed {
 
 impl Streamed {
     /// Buffers for `rows` rows of `hidden` values with `top_k` of `experts` experts of `width`.
-    pub fn new(
-        store: ExpertStore,
-        rows: usize,
-        hidden: usize,
-        width: usize,
-        top_k: usize,
-        experts: usize,
-    ) -> Streamed {
+    pub fn new(store: ExpertStore, rows: usize, hidden: usize, width: usize, top_k: usize, experts: usize) -> Streamed {
         Streamed {
             store,
             order: Vec::with_capacity(rows * top_k),

@@ -78,13 +78,7 @@ impl State {
     /// `explicit` says whether the explicit form of attention will ever be asked for.
     pub fn new(arch: &Arch, rows: usize, context: usize, threads: usize, explicit: bool) -> State {
         let a = &arch.attention;
-        let shape = attention::Shape {
-            heads: a.heads,
-            nope: a.nope,
-            rope: a.rope,
-            value: a.value,
-            rank: a.kv_rank,
-        };
+        let shape = attention::Shape { heads: a.heads, nope: a.nope, rope: a.rope, value: a.value, rank: a.kv_rank };
         let all = arch.layers.iter().chain(&arch.mtp);
         let dense = all.filter_map(|l| match l.mlp {
             MlpKind::Dense { width } => Some(width),

@@ -187,7 +187,8 @@ impl<'a> Plan<'a> {
             false => p.matrix("lm_head.weight", arch.vocab, arch.hidden)?,
         };
         let final_norm = p.vector("model.norm.weight", arch.hidden)?;
-        let layers = arch.layers.iter().enumerate().map(|(i, kind)| p.layer(arch, i, *kind)).collect::<Result<_, _>>()?;
+        let layers =
+            arch.layers.iter().enumerate().map(|(i, kind)| p.layer(arch, i, *kind)).collect::<Result<_, _>>()?;
         let mtp = match arch.mtp.filter(|_| with_mtp) {
             Some(kind) => Some(p.mtp(arch, kind)?),
             None => None,

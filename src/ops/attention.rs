@@ -350,7 +350,9 @@ mod tests {
         for h in 0..s.heads {
             let q = &q[h * s.query()..][..s.query()];
             let project = |row: usize, t: u32| -> f64 {
-                (0..s.rank).map(|i| f64::from(kv_b[row * s.rank + i]) * f64::from(cache[t as usize * s.cached() + i])).sum()
+                (0..s.rank)
+                    .map(|i| f64::from(kv_b[row * s.rank + i]) * f64::from(cache[t as usize * s.cached() + i]))
+                    .sum()
             };
             let base = h * (s.nope + s.value);
             let scores: Vec<f64> = attended

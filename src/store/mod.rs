@@ -9,6 +9,8 @@
 
 mod lru;
 mod table;
+#[cfg(test)]
+mod tests;
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -113,6 +115,8 @@ pub struct ExpertStore {
     ready: VecDeque<u32>,
     /// Reads of the current request that are under way.
     awaited: usize,
+    /// What the device died of. It may have taken slabs along, so no later request can be served to its end.
+    dead: Option<IoError>,
     stats: StoreStats,
 }
 
@@ -130,6 +134,7 @@ impl ExpertStore {
             missing: VecDeque::with_capacity(widest),
             ready: VecDeque::with_capacity(widest),
             awaited: 0,
+            dead: None,
             stats: StoreStats::default(),
             table,
             device,
@@ -157,12 +162,24 @@ impl ExpertStore {
         &self.pool
     }
 
+    /// Slabs that hold an expert. With the pool's free ones they are all slabs, unless a request is being served.
+    pub fn resting(&self) -> usize {
+        self.slots.iter().filter(|slot| matches!(slot, Content::Resting(..))).count()
+    }
+
     /// Begins serving `experts` (ascending, without repeats) of `layer`: hits become ready at once, the reads of misses
     /// are submitted together in file order, as far as slabs go.
     ///
-    /// The previous request must have been served to its end or have failed.
+    /// The previous request must have been served to its end or have failed. Leases may still be held, but not of every
+    /// slab.
     pub fn request(&mut self, layer: usize, experts: &[u16]) -> Result<(), StoreError> {
-        assert!(self.missing.is_empty() && self.ready.is_empty() && self.awaited == 0, "a request is still being served");
+        assert!(
+            self.missing.is_empty() && self.ready.is_empty() && self.awaited == 0,
+            "a request is still being served"
+        );
+        if let Some(dead) = &self.dead {
+            return Err(StoreError::Device(dead.clone()));
+        }
         for &expert in experts {
             let key = ExpertKey { layer: layer as u16, expert };
             self.stats.requested += 1;
@@ -195,7 +212,12 @@ impl ExpertStore {
                 return Ok(Some(Lease { slot, key: *key }));
             }
             if self.awaited == 0 {
-                debug_assert!(self.missing.is_empty(), "missing experts need a slab that nothing will free");
+                // Not to be taken for the end of the request: the caller would go on without these experts.
+                assert!(
+                    self.missing.is_empty(),
+                    "{} experts wait for a slab that nothing will free",
+                    self.missing.len()
+                );
                 return Ok(None);
             }
             // A completion makes room in the device's queue, where that was what kept a read back.
@@ -242,9 +264,8 @@ impl ExpertStore {
             self.lru.unpin(slot);
         }
         while self.awaited > 0 {
-            match self.reap(Wait::Block) {
-                Ok(false) | Err(StoreError::Device(_)) => break,
-                Ok(true) | Err(_) => {}
+            if let Err(StoreError::Device(_)) = self.reap(Wait::Block) {
+                break;
             }
             while let Some(slot) = self.ready.pop_front() {
                 self.lru.unpin(slot);
@@ -267,7 +288,7 @@ impl ExpertStore {
                     // The queue empties as reads complete, and `next_ready` submits again.
                     RejectReason::Full if self.awaited > 0 => break,
                     RejectReason::Full => unreachable!("the device is full with no read under way"),
-                    RejectReason::Dead(e) => StoreError::Device(e),
+                    RejectReason::Dead(e) => self.died(e),
                     RejectReason::Bad(source) => StoreError::Read { key, source },
                 };
                 drop(rejected.slab);
@@ -295,7 +316,14 @@ impl ExpertStore {
 
     /// Takes in one completion; `false` when none was there.
     fn reap(&mut self, wait: Wait) -> Result<bool, StoreError> {
-        let Some(done) = self.device.reap(wait).map_err(StoreError::Device)? else { return Ok(false) };
+        let done = match self.device.reap(wait) {
+            Ok(Some(done)) => done,
+            Ok(None) => {
+                assert!(wait == Wait::No || self.awaited == 0, "the device lost {} reads", self.awaited);
+                return Ok(false);
+            }
+            Err(e) => return Err(self.died(e)),
+        };
         let Completion { tag, slab, result, bytes, service } = done;
         let slot = tag as u32;
         let Content::InFlight(key) = self.slots[slot as usize] else {
@@ -322,5 +350,10 @@ impl ExpertStore {
                 Err(StoreError::Read { key, source })
             }
         }
+    }
+
+    fn died(&mut self, e: IoError) -> StoreError {
+        self.dead = Some(e.clone());
+        StoreError::Device(e)
     }
 }

@@ -124,13 +124,8 @@ fn plan(source: &ExpertSource, files: &FileSet) -> Result<(Entry, usize), IoErro
     let mut scales = scales.iter().copied();
     let mut placed = matrices.iter().zip(data).map(|(m, &data)| placed(m, data, &mut scales));
     let mut next = || placed.next().expect("three matrices were planned");
-    let entry = Entry {
-        segments: plan.segments,
-        useful_bytes: plan.useful_bytes,
-        gate: next(),
-        up: next(),
-        down: next(),
-    };
+    let entry =
+        Entry { segments: plan.segments, useful_bytes: plan.useful_bytes, gate: next(), up: next(), down: next() };
     Ok((entry, plan.slab_bytes as usize))
 }
 

@@ -14,7 +14,7 @@ fn number(variable: &str, absent: u64) -> u64 {
 }
 
 /// Runs `round` with so many seeds; a panic inside it names its seed.
-fn rounds(count: u64, mut round: impl FnMut(&mut Mutator)) {
+pub fn rounds(count: u64, mut round: impl FnMut(&mut Mutator)) {
     struct Seed(u64);
     impl Drop for Seed {
         fn drop(&mut self) {

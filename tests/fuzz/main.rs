@@ -5,3 +5,4 @@
 
 mod checkpoint;
 mod mutate;
+mod text;

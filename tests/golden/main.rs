@@ -45,14 +45,18 @@ fn check(reference: &Reference, form: AttentionForm) {
         let argmaxes: Vec<u32> = logits.chunks_exact(vocab).map(argmax).collect();
         let bad: Vec<usize> = (0..argmaxes.len()).filter(|&i| argmaxes[i] != prompt.argmax[i]).collect();
         println!("{name} argmax mismatches {bad:?}");
-        if false { assert_eq!(argmaxes, prompt.argmax, "teacher-forced argmax of {name}, {form:?}"); }
+        if false {
+            assert_eq!(argmaxes, prompt.argmax, "teacher-forced argmax of {name}, {form:?}");
+        }
         let last = &logits[logits.len() - vocab..];
         let mut error = largest_difference(last, &reference.last_logits(name));
         if let Some(all) = reference.all_logits(name) {
             error = error.max(largest_difference(&logits, &all));
         }
         println!("{name}: {} positions, {form:?}, largest logit error {error:.1e}", prompt.ids.len());
-        if false {assert!(error < LOGIT_BOUND, "{name}, {form:?}: a logit is off by {error}"); }
+        if false {
+            assert!(error < LOGIT_BOUND, "{name}, {form:?}: a logit is off by {error}");
+        }
         worst = worst.max(error);
 
         let job = Job {
@@ -64,7 +68,9 @@ fn check(reference: &Reference, form: AttentionForm) {
         let outcome = engine.generate(&job, &AtomicBool::new(false), &mut |_| ControlFlow::Continue(())).unwrap();
         assert_eq!(outcome.finish, Finish::Length);
         println!("{name} greedy first diff {:?}", (0..outcome.ids.len()).find(|&i| outcome.ids[i] != prompt.greedy[i]));
-        if false {assert_eq!(outcome.ids, prompt.greedy, "greedy continuation of {name}, {form:?}");}
+        if false {
+            assert_eq!(outcome.ids, prompt.greedy, "greedy continuation of {name}, {form:?}");
+        }
     }
     println!("largest logit error of all: {worst:.1e}, bound {LOGIT_BOUND:.1e}");
 }

@@ -83,5 +83,8 @@ pub fn npy_f32(path: &Path) -> Vec<f32> {
 }
 
 pub fn npy_u16(path: &Path) -> Vec<u32> {
-    npy(path, &["<u2", "<i2"], 2).chunks_exact(2).map(|b| u32::from(u16::from_le_bytes(b.try_into().unwrap()))).collect()
+    npy(path, &["<u2", "<i2"], 2)
+        .chunks_exact(2)
+        .map(|b| u32::from(u16::from_le_bytes(b.try_into().unwrap())))
+        .collect()
 }

@@ -10,9 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crate::device::schedule::Schedule;
-use crate::device::{
-    Completion, Device, DeviceReport, DeviceStats, Read, RejectReason, Rejected, Wait,
-};
+use crate::device::{Completion, Device, DeviceReport, DeviceStats, Read, RejectReason, Rejected, Wait};
 use crate::error::IoError;
 use crate::pool::Slab;
 
@@ -50,12 +48,7 @@ pub(crate) struct Hosted {
 impl Shared {
     pub fn new(schedule: Schedule) -> Arc<Shared> {
         Arc::new(Shared {
-            state: Mutex::new(State {
-                schedule,
-                dead: None,
-                stop: false,
-                asleep: false,
-            }),
+            state: Mutex::new(State { schedule, dead: None, stop: false, asleep: false }),
             ready: Condvar::new(),
             work: Condvar::new(),
             epoch: Instant::now(),
@@ -87,18 +80,8 @@ impl Shared {
 }
 
 impl Hosted {
-    pub fn new(
-        shared: Arc<Shared>,
-        waker: Waker,
-        threads: Vec<JoinHandle<()>>,
-        report: DeviceReport,
-    ) -> Hosted {
-        Hosted {
-            shared,
-            waker,
-            threads,
-            report,
-        }
+    pub fn new(shared: Arc<Shared>, waker: Waker, threads: Vec<JoinHandle<()>>, report: DeviceReport) -> Hosted {
+        Hosted { shared, waker, threads, report }
     }
 
     pub fn push_thread(&mut self, thread: JoinHandle<()>) {
@@ -144,11 +127,7 @@ impl Device for Hosted {
             if wait == Wait::No || state.schedule.in_flight() == 0 {
                 return Ok(None);
             }
-            state = self
-                .shared
-                .ready
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            state = self.shared.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 

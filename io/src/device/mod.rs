@@ -15,8 +15,8 @@ use std::time::Duration;
 use crate::error::IoError;
 use crate::file::FileSet;
 use crate::limits::{
-    CHUNK_BYTES_MIN, DEPTH_BYTES_MIN, DEPTH_SLABS_MIN, QUEUE_READS, QUEUE_READS_MAX,
-    READER_THREADS, READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN,
+    CHUNK_BYTES_MIN, DEPTH_BYTES_MIN, DEPTH_SLABS_MIN, QUEUE_READS, QUEUE_READS_MAX, READER_THREADS,
+    READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN,
 };
 use crate::plan::Segments;
 use crate::pool::{Slab, SlabPool};
@@ -126,10 +126,7 @@ pub trait Device: Send {
     ///
     /// # Errors
     /// [`Rejected`] with the slab and the reason.
-    #[allow(
-        clippy::result_large_err,
-        reason = "boxing the rejection would allocate on the path that never allocates"
-    )]
+    #[allow(clippy::result_large_err, reason = "boxing the rejection would allocate on the path that never allocates")]
     fn submit(&mut self, read: Read, slab: Slab) -> Result<(), Rejected>;
 
     /// The next finished read; `None` when there is none (and, with [`Wait::Block`], none in flight).
@@ -227,27 +224,19 @@ impl DeviceConfig {
     fn check(&self) -> Result<(), IoError> {
         let bad = |what: String| Err(IoError::BadRequest { what });
         if self.queue == 0 || self.queue > QUEUE_READS_MAX {
-            return bad(format!(
-                "a queue of {} reads; 1 to {QUEUE_READS_MAX}",
-                self.queue
-            ));
+            return bad(format!("a queue of {} reads; 1 to {QUEUE_READS_MAX}", self.queue));
         }
         if self.threads == 0 || self.threads > READER_THREADS_MAX {
-            return bad(format!(
-                "{} reader threads; 1 to {READER_THREADS_MAX}",
-                self.threads
-            ));
+            return bad(format!("{} reader threads; 1 to {READER_THREADS_MAX}", self.threads));
         }
         if !(RING_ENTRIES_MIN..=RING_ENTRIES_MAX).contains(&self.ring_entries) {
             let entries = self.ring_entries;
-            return bad(format!(
-                "a ring of {entries} entries; {RING_ENTRIES_MIN} to {RING_ENTRIES_MAX}"
-            ));
+            return bad(format!("a ring of {entries} entries; {RING_ENTRIES_MIN} to {RING_ENTRIES_MAX}"));
         }
         match self.chunk_bytes {
-            Some(bytes) if bytes == 0 || !bytes.is_multiple_of(CHUNK_BYTES_MIN) => bad(format!(
-                "requests of {bytes} bytes; a multiple of {CHUNK_BYTES_MIN}"
-            )),
+            Some(bytes) if bytes == 0 || !bytes.is_multiple_of(CHUNK_BYTES_MIN) => {
+                bad(format!("requests of {bytes} bytes; a multiple of {CHUNK_BYTES_MIN}"))
+            }
             _ => Ok(()),
         }
     }
@@ -270,11 +259,7 @@ impl DeviceConfig {
 /// # Errors
 /// [`IoError::BadRequest`] for a configuration out of range; [`IoError::RingRefused`] where [`DeviceKind::Uring`] was
 /// asked for and the kernel refuses; [`IoError::Start`] where threads cannot be had.
-pub fn open_device(
-    cfg: &DeviceConfig,
-    files: Arc<FileSet>,
-    pool: &SlabPool,
-) -> Result<Box<dyn Device>, IoError> {
+pub fn open_device(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> Result<Box<dyn Device>, IoError> {
     cfg.check()?;
     match cfg.kind {
         DeviceKind::Threads => threads::open(cfg, files, pool, None),
@@ -288,12 +273,144 @@ pub fn open_device(
             Ok(device) => Ok(device),
             Err(IoError::BadRequest { what }) => Err(IoError::BadRequest { what }),
             Err(error) => {
-                let hint = error
-                    .hint()
-                    .map(|hint| format!("; {hint}"))
-                    .unwrap_or_default();
+                let hint = error.hint().map(|hint| format!("; {hint}")).unwrap_or_default();
                 threads::open(cfg, files, pool, Some(format!("{error}{hint}")))
             }
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::access::{Access, IoMode};
+    use crate::file::FileId;
+    use crate::plan::Segment;
+    use std::io::Write;
+
+    /// The kernel itself refuses a direct read at an odd offset; the check that would stop it is switched off.
+    #[test]
+    fn a_direct_read_the_kernel_refuses_is_repeated_through_the_page_cache() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let content: Vec<u8> = (0..40_000u32).map(|i| (i % 251) as u8).collect();
+        file.write_all(&content).unwrap();
+        file.as_file().sync_all().unwrap();
+        let pool = SlabPool::new(16384, 2).unwrap();
+        for kind in [DeviceKind::Uring, DeviceKind::Threads] {
+            for mode in [IoMode::Auto, IoMode::Direct] {
+                let mut files = FileSet::open(&[file.path().to_owned()], IoMode::Auto).unwrap();
+                if !matches!(
+                    files.access(FileId(0)),
+                    Access::Direct {
+                        offset_align: 2..,
+                        ..
+                    }
+                ) {
+                    eprintln!(
+                        "skipped: no direct reads with an alignment here: {:?}",
+                        files.describe()
+                    );
+                    return;
+                }
+                if mode == IoMode::Direct {
+                    files = FileSet::open(&[file.path().to_owned()], mode).unwrap();
+                }
+                files.force_align(1);
+                let files = Arc::new(files);
+                let cfg = DeviceConfig {
+                    kind,
+                    ..DeviceConfig::default()
+                };
+                let mut device = match open_device(&cfg, Arc::clone(&files), &pool) {
+                    Ok(device) => device,
+                    Err(error @ IoError::RingRefused { .. }) => {
+                        eprintln!("skipped: {error}");
+                        continue;
+                    }
+                    Err(error) => panic!("{error}"),
+                };
+                for tag in 0..2 {
+                    let segment = Segment {
+                        file: FileId(0),
+                        offset: 7,
+                        len: 16384,
+                        at: 0,
+                        want: 16384,
+                    };
+                    let segments = Segments::from_slice(&[segment]).unwrap();
+                    let read = Read {
+                        tag,
+                        priority: Priority::Demand,
+                        segments,
+                    };
+                    device.submit(read, pool.take().unwrap()).unwrap();
+                    let done = device.reap(Wait::Block).unwrap().unwrap();
+                    if mode == IoMode::Direct {
+                        assert!(
+                            matches!(done.result, Err(IoError::DirectRefused { .. })),
+                            "{:?}",
+                            done.result
+                        );
+                    } else {
+                        done.result.unwrap();
+                        assert_eq!(done.slab.bytes(), &content[7..7 + 16384]);
+                    }
+                }
+                assert_eq!(files.warnings().len(), usize::from(mode == IoMode::Auto));
+                assert_eq!(device.stats().retries, u64::from(mode == IoMode::Auto));
+            }
+        }
+    }
+
+    #[test]
+    fn configurations_out_of_range_are_refused() {
+        let pool = SlabPool::new(4096, 1).unwrap();
+        let files = Arc::new(FileSet::open(&[], IoMode::Auto).unwrap());
+        let ok = DeviceConfig {
+            kind: DeviceKind::Threads,
+            ..DeviceConfig::default()
+        };
+        for bad in [
+            DeviceConfig { queue: 0, ..ok },
+            DeviceConfig { queue: 65537, ..ok },
+            DeviceConfig { threads: 0, ..ok },
+            DeviceConfig { threads: 65, ..ok },
+            DeviceConfig {
+                ring_entries: 1,
+                ..ok
+            },
+            DeviceConfig {
+                ring_entries: 32769,
+                ..ok
+            },
+            DeviceConfig {
+                chunk_bytes: Some(0),
+                ..ok
+            },
+            DeviceConfig {
+                chunk_bytes: Some(65537),
+                ..ok
+            },
+        ] {
+            assert!(
+                matches!(
+                    open_device(&bad, Arc::clone(&files), &pool),
+                    Err(IoError::BadRequest { .. })
+                ),
+                "{bad:?}"
+            );
+        }
+        assert!(open_device(&ok, files, &pool).is_ok());
+    }
+
+    #[test]
+    fn names_of_kinds_are_what_is_typed() {
+        for kind in [DeviceKind::Auto, DeviceKind::Uring, DeviceKind::Threads] {
+            assert_eq!(kind.to_string().parse(), Ok(kind));
+        }
+        for mode in [IoMode::Auto, IoMode::Direct, IoMode::Buffered] {
+            assert_eq!(mode.to_string().parse(), Ok(mode));
+        }
+        assert!("mmap".parse::<DeviceKind>().is_err() && "Direct".parse::<IoMode>().is_err());
     }
 }

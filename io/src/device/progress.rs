@@ -1,7 +1,8 @@
 //! What a raw read result means: the request is done, goes on, or failed. Pure, and shared by every device.
 
+use crate::access::refuses_direct;
 use crate::error::{Errno, ErrnoKind};
-use crate::file::{FileId, refuses_direct};
+use crate::file::FileId;
 use crate::limits::{
     AGAIN_MAX, ATTEMPTS_MAX, BACKOFF_NS_MAX, BACKOFF_NS_MIN, DAMAGE_RETRIES_MAX, SAME_END_MAX,
 };

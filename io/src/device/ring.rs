@@ -9,13 +9,14 @@ use std::sync::{Arc, mpsc};
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 
+use crate::arena::Arena;
 use crate::device::host::{Hosted, Shared, Waker};
 use crate::device::schedule::{Issue, Limits, Schedule};
 use crate::device::{Device, DeviceConfig, DeviceReport};
 use crate::error::{Errno, ErrnoKind, IoError};
 use crate::file::{FileId, FileSet};
 use crate::limits::{ENTER_RETRIES_MAX, RING_BUFFERED_WORKERS, RING_CHUNK_BYTES, SLAB_BYTES_MAX};
-use crate::pool::{Arena, SlabPool};
+use crate::pool::SlabPool;
 
 /// `user_data` of the poll that ends the wait; operations count from 0.
 const WAKE: u64 = u64::MAX;
@@ -77,6 +78,7 @@ pub(crate) fn open(
     let limits = Limits {
         depth_bytes: cfg.depth_for(pool.slab_bytes()),
         chunk_bytes: cfg.chunk_for(default_chunk, &files),
+        whole_when_waiting: usize::MAX,
         // One entry is the wake-up poll's: then neither queue can overflow.
         calls: facts.entries as usize - 1,
         reads: cfg.queue,
@@ -149,12 +151,10 @@ impl Driver {
                 return Err(refused(name, Errno(libc::EOPNOTSUPP)));
             }
         }
-        if files.first_direct().is_none() {
-            // Buffered reads run on kernel workers; without a cap there may be one per request. Advice only.
-            let _ = ring
-                .submitter()
-                .register_iowq_max_workers(&mut [RING_BUFFERED_WORKERS, 0]);
-        }
+        // Buffered reads run on kernel workers; without a cap there may be one per request. Advice only.
+        let _ = ring
+            .submitter()
+            .register_iowq_max_workers(&mut [RING_BUFFERED_WORKERS, 0]);
         let mut driver = Driver {
             ring,
             event,
@@ -494,7 +494,7 @@ fn refused(step: &'static str, errno: Errno) -> IoError {
 /// What would make io_uring available, as far as the machine shows.
 fn remedy(errno: Errno) -> String {
     let switch = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
-    let filtered = std::fs::read_to_string("/proc/self/status").is_ok_and(|status| {
+    let filtered = std::fs::read_to_string("/proc/thread-self/status").is_ok_and(|status| {
         status
             .lines()
             .any(|line| line.starts_with("Seccomp:") && line.trim_end().ends_with('2'))

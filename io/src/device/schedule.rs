@@ -22,6 +22,8 @@ use crate::sector::is_aligned;
 pub(crate) struct Limits {
     pub depth_bytes: u64,
     pub chunk_bytes: u32,
+    /// With more reads than this waiting, a segment is one request: parallelism then comes from the reads.
+    pub whole_when_waiting: usize,
     /// Requests handed out at a time.
     pub calls: usize,
     /// Reads admitted and not yet taken as completions.
@@ -53,7 +55,7 @@ pub(crate) struct Schedule {
     current: [Option<u32>; 2],
     /// Where the last read that started lies: the sweep goes on upwards from here, so that no read is passed over
     /// for ever by newcomers in front of it.
-    head: (FileId, u64),
+    head: Option<(FileId, u64)>,
     ops: Vec<Op>,
     free_ops: Vec<u32>,
     /// Operations to be called again.
@@ -112,7 +114,7 @@ impl Schedule {
             free_slots: (0..reads as u32).rev().collect(),
             waiting: Vec::with_capacity(reads),
             current: [None; 2],
-            head: (FileId(0), 0),
+            head: None,
             ops: vec![Op::default(); calls],
             free_ops: (0..calls as u32).rev().collect(),
             again: Vec::with_capacity(calls),
@@ -185,30 +187,28 @@ impl Schedule {
         if let Some(position) = self
             .again
             .iter()
-            .position(|op| self.ops[*op as usize].not_before_ns <= now_ns)
+            .position(|op| self.may_repeat(*op, now_ns))
         {
-            let op = self.again[position];
-            let Op { chunk, slot, .. } = self.ops[op as usize];
-            let priority = self.slots[slot as usize]
-                .as_ref()
-                .map_or(Priority::Demand, |active| active.read.priority);
-            if !self.fits(chunk.len - chunk.got, priority) {
-                return None;
-            }
-            self.again.swap_remove(position);
+            let op = self.again.swap_remove(position);
             return Some(self.issue(op));
         }
         let (slot, position) = self.choose()?;
         let active = self.slots[slot as usize].as_ref()?;
         let (priority, segment) = (active.read.priority, active.read.segments[active.segment]);
-        let len = self.limits.chunk_bytes.min(segment.len - active.inside);
+        let rest = segment.len - active.inside;
+        let busy = self.waiting.len() > self.limits.whole_when_waiting;
+        let len = if busy {
+            rest
+        } else {
+            rest.min(self.limits.chunk_bytes)
+        };
         if !self.fits(len, priority) {
             return None;
         }
         let op = self.free_ops.pop()?;
         self.tick(now_ns);
         if let Some(position) = position {
-            self.head = self.waiting.remove(position).place;
+            self.head = Some(self.waiting.remove(position).place);
             self.current[priority as usize] = Some(slot);
             self.started += 1;
         }
@@ -398,6 +398,20 @@ impl Schedule {
         Ok(())
     }
 
+    /// Whether the pause of `op` is over and depth allows its call.
+    fn may_repeat(&self, op: u32, now_ns: u64) -> bool {
+        let Op {
+            slot,
+            chunk,
+            not_before_ns,
+            ..
+        } = self.ops[op as usize];
+        let priority = self.slots[slot as usize]
+            .as_ref()
+            .map_or(Priority::Demand, |active| active.read.priority);
+        not_before_ns <= now_ns && self.fits(chunk.len - chunk.got, priority)
+    }
+
     /// The read to hand out from: of each priority first the one that has started, then the next upwards of `head`,
     /// then the lowest. With its position where it waits.
     fn choose(&self) -> Option<(u32, Option<usize>)> {
@@ -408,9 +422,9 @@ impl Schedule {
             let from = self
                 .waiting
                 .partition_point(|other| other.priority < priority);
-            let above = self
-                .waiting
-                .partition_point(|other| (other.priority, other.place) <= (priority, self.head));
+            let passed =
+                |other: &Waiting| (other.priority, Some(other.place)) <= (priority, self.head);
+            let above = self.waiting.partition_point(passed);
             for position in [above, from] {
                 if let Some(found) = self
                     .waiting
@@ -603,7 +617,7 @@ fn chunk_at(segment: Segment, inside: u32, len: u32) -> Chunk {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::file::IoMode;
+    use crate::access::IoMode;
     use crate::plan::Segments;
 
     const SLAB: u32 = 1 << 20;
@@ -614,9 +628,11 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
         let pool = SlabPool::new(SLAB as usize, 8).unwrap();
+        let whole_when_waiting = usize::MAX;
         let limits = Limits {
             depth_bytes,
             chunk_bytes: CHUNK,
+            whole_when_waiting,
             calls,
             reads: 8,
         };
@@ -762,6 +778,29 @@ mod tests {
             .unwrap();
         assert_eq!(offsets(&mut schedule), [0, 1, 2]);
         assert_eq!(schedule.calls_out(), 3);
+    }
+
+    #[test]
+    fn reads_are_split_only_while_few_wait() {
+        let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
+        schedule.limits.whole_when_waiting = 2;
+        for tag in 0..4 {
+            schedule
+                .admit(
+                    read(tag, Priority::Demand, tag << 20),
+                    pool.take().unwrap(),
+                    0,
+                )
+                .unwrap();
+        }
+        let lens: Vec<u32> = std::iter::from_fn(|| schedule.next(0))
+            .map(|issue| issue.len / CHUNK)
+            .collect();
+        assert_eq!(
+            lens,
+            [4, 4, 1, 1, 1, 1, 1, 1, 1, 1],
+            "the first two had at least two behind them"
+        );
     }
 
     #[test]

@@ -9,9 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::device::schedule::{Issue, Limits, Schedule};
-use crate::device::{
-    Completion, Device, DeviceReport, DeviceStats, Read, RejectReason, Rejected, Wait,
-};
+use crate::device::{Completion, Device, DeviceReport, DeviceStats, Read, RejectReason, Rejected, Wait};
 use crate::error::IoError;
 use crate::file::FileSet;
 use crate::limits::{DEPTH_BYTES_MIN, QUEUE_READS, RING_CHUNK_BYTES, RING_ENTRIES};
@@ -110,11 +108,7 @@ impl SimConfig {
 ///
 /// # Errors
 /// [`IoError::BadRequest`] where a bound is zero.
-pub fn sim_device(
-    cfg: &SimConfig,
-    files: Arc<FileSet>,
-    pool: &SlabPool,
-) -> Result<Box<dyn Device>, IoError> {
+pub fn sim_device(cfg: &SimConfig, files: Arc<FileSet>, pool: &SlabPool) -> Result<Box<dyn Device>, IoError> {
     if cfg.calls == 0 || cfg.queue == 0 || cfg.chunk_bytes == 0 {
         return Err(IoError::BadRequest {
             what: "a simulated device needs calls, a queue and a request size".to_owned(),
@@ -124,6 +118,7 @@ pub fn sim_device(
     let limits = Limits {
         depth_bytes: cfg.depth_bytes,
         chunk_bytes: cfg.chunk_bytes.next_multiple_of(align),
+        whole_when_waiting: usize::MAX,
         calls: cfg.calls,
         reads: cfg.queue,
     };
@@ -137,10 +132,7 @@ pub fn sim_device(
         calls: 0,
         pending: Vec::with_capacity(cfg.calls),
         dead: None,
-        report: DeviceReport {
-            name: "sim",
-            ..DeviceReport::default()
-        },
+        report: DeviceReport { name: "sim", ..DeviceReport::default() },
     }))
 }
 
@@ -178,14 +170,7 @@ impl Sim {
     /// Hands out every call that may go now.
     fn pump(&mut self) {
         while self.dead.is_none()
-            && let Some(Issue {
-                op,
-                file,
-                direct,
-                offset,
-                len,
-                ..
-            }) = self.schedule.next(self.clock_ns)
+            && let Some(Issue { op, file, direct, offset, len, .. }) = self.schedule.next(self.clock_ns)
         {
             let number = self.calls;
             self.calls += 1;
@@ -198,18 +183,7 @@ impl Sim {
                 due_ns = due_ns.max(self.last_due_ns);
             }
             self.last_due_ns = due_ns;
-            self.pending.push(Pending {
-                issue: Call {
-                    op,
-                    file,
-                    direct,
-                    offset,
-                    len,
-                },
-                fault,
-                due_ns,
-                number,
-            });
+            self.pending.push(Pending { issue: Call { op, file, direct, offset, len }, fault, due_ns, number });
         }
     }
 
@@ -237,17 +211,14 @@ impl Sim {
     }
 
     fn delay_ns(&mut self) -> u64 {
-        let (from, to) = (
-            self.cfg.delay.start.as_nanos() as u64,
-            self.cfg.delay.end.as_nanos() as u64,
-        );
+        let (from, to) = (self.cfg.delay.start.as_nanos() as u64, self.cfg.delay.end.as_nanos() as u64);
         from + self.random.below(to.saturating_sub(from))
     }
 
     /// Lets the next thing happen: a result, or the end of a pause. `false` where nothing is left to happen.
     fn step(&mut self) -> bool {
-        let next = (0..self.pending.len())
-            .min_by_key(|index| (self.pending[*index].due_ns, self.pending[*index].number));
+        let next =
+            (0..self.pending.len()).min_by_key(|index| (self.pending[*index].due_ns, self.pending[*index].number));
         let Some(next) = next else {
             return match self.schedule.next_retry_ns() {
                 Some(at) => {
@@ -258,17 +229,10 @@ impl Sim {
                 None => false,
             };
         };
-        let Pending {
-            issue,
-            fault,
-            due_ns,
-            ..
-        } = self.pending.swap_remove(next);
+        let Pending { issue, fault, due_ns, .. } = self.pending.swap_remove(next);
         self.clock_ns = self.clock_ns.max(due_ns);
         if fault == Some(SimFault::Die) {
-            self.dead.get_or_insert(IoError::DeviceDied {
-                cause: "the script says so".to_owned(),
-            });
+            self.dead.get_or_insert(IoError::DeviceDied { cause: "the script says so".to_owned() });
         }
         let result = self.answer(issue, fault);
         self.schedule.complete(issue.op, result, self.clock_ns);
@@ -289,10 +253,7 @@ impl Sim {
             Some(SimFault::Die) => -libc::ESHUTDOWN,
             Some(SimFault::Zero) => 0,
             _ if call.direct && !aligned => -libc::EINVAL,
-            Some(SimFault::Short(bytes)) => self
-                .files
-                .read_once(call.file, call.offset, memory)
-                .min(bytes as i32),
+            Some(SimFault::Short(bytes)) => self.files.read_once(call.file, call.offset, memory).min(bytes as i32),
             Some(SimFault::Stall(_)) | None => self.files.read_once(call.file, call.offset, memory),
         };
         let arrived = usize::try_from(result).unwrap_or(0);

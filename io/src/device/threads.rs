@@ -22,36 +22,27 @@ pub(crate) fn open(
     let limits = Limits {
         depth_bytes: cfg.depth_for(pool.slab_bytes()),
         chunk_bytes: cfg.chunk_for(THREAD_CHUNK_BYTES, &files),
+        whole_when_waiting: if cfg.chunk_bytes.is_none() {
+            cfg.threads - 1
+        } else {
+            usize::MAX
+        },
         // A request that waits to be repeated keeps its operation, which must not stop a thread that is idle.
         calls: cfg.threads * 4,
         reads: cfg.queue,
     };
     let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
-    let report = DeviceReport {
-        name: "threads",
-        fallback,
-        ..DeviceReport::default()
-    };
-    let mut hosted = Hosted::new(
-        Arc::clone(&shared),
-        Waker::Condvar,
-        Vec::with_capacity(cfg.threads),
-        report,
-    );
+    let report = DeviceReport { name: "threads", fallback, ..DeviceReport::default() };
+    let mut hosted = Hosted::new(Arc::clone(&shared), Waker::Condvar, Vec::with_capacity(cfg.threads), report);
     for index in 0..cfg.threads {
         let shared = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name(format!("read-{index}"))
-            .spawn(move || {
-                let guard = DeathWatch(&shared);
-                serve(&shared);
-                std::mem::forget(guard);
-            });
+        let thread = std::thread::Builder::new().name(format!("read-{index}")).spawn(move || {
+            let guard = DeathWatch(&shared);
+            serve(&shared);
+            std::mem::forget(guard);
+        });
         // On an error `hosted` is dropped, which stops and joins the threads already running.
-        let thread = thread.map_err(|error| IoError::Start {
-            what: "a reader thread",
-            errno: Errno::of(&error),
-        })?;
+        let thread = thread.map_err(|error| IoError::Start { what: "a reader thread", errno: Errno::of(&error) })?;
         hosted.push_thread(thread);
     }
     Ok(Box::new(hosted))
@@ -66,22 +57,10 @@ fn serve(shared: &Shared) {
         }
         let now_ns = shared.now_ns();
         let Some(issue) = state.schedule.next(now_ns) else {
-            let pause = state
-                .schedule
-                .next_retry_ns()
-                .map(|at| Duration::from_nanos(at.saturating_sub(now_ns).max(1)));
+            let pause = state.schedule.next_retry_ns().map(|at| Duration::from_nanos(at.saturating_sub(now_ns).max(1)));
             state = match pause {
-                Some(pause) => {
-                    shared
-                        .work
-                        .wait_timeout(state, pause)
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .0
-                }
-                None => shared
-                    .work
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner),
+                Some(pause) => shared.work.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0,
+                None => shared.work.wait(state).unwrap_or_else(PoisonError::into_inner),
             };
             continue;
         };
@@ -103,14 +82,8 @@ fn serve(shared: &Shared) {
 fn read(issue: &Issue) -> i32 {
     // SAFETY: `Schedule` keeps the slab that holds `address..address + len` in the slot of this operation until
     // `complete` is called for it, so the memory is mapped and nobody else reads or writes it during the call.
-    let count = unsafe {
-        libc::pread(
-            issue.fd,
-            issue.address.as_ptr().cast(),
-            issue.len as usize,
-            issue.offset.cast_signed(),
-        )
-    };
+    let count =
+        unsafe { libc::pread(issue.fd, issue.address.as_ptr().cast(), issue.len as usize, issue.offset.cast_signed()) };
     match i32::try_from(count) {
         Ok(count) if count >= 0 => count,
         _ => -Errno::last().0,

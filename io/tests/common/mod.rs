@@ -1,5 +1,9 @@
 //! Files whose every byte is known from its position, and every device there is.
 #![allow(dead_code, reason = "each test file uses its own part")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a helper that fails is a test that fails"
+)]
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -7,8 +11,8 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 
 use millstream_io::{
-    Device, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoError, IoMode, Priority, Read,
-    SimConfig, SlabLayout, SlabPool, layout, open_device, sim_device,
+    Device, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoError, IoMode, Priority, Read, SimConfig,
+    SlabLayout, SlabPool, layout, open_device, sim_device,
 };
 
 /// The byte at `offset` of file number `file`.
@@ -36,11 +40,7 @@ pub struct Model {
 impl Model {
     pub fn new(sizes: &[u64]) -> Model {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let paths = sizes
-            .iter()
-            .zip(0..)
-            .map(|(bytes, file)| write_file(dir.path(), file, *bytes))
-            .collect();
+        let paths = sizes.iter().zip(0..).map(|(bytes, file)| write_file(dir.path(), file, *bytes)).collect();
         Model { dir, paths }
     }
 
@@ -50,42 +50,24 @@ impl Model {
 }
 
 pub fn span(file: u32, offset: u64, len: u64) -> FileSpan {
-    FileSpan {
-        file: FileId(file),
-        offset,
-        len,
-    }
+    FileSpan { file: FileId(file), offset, len }
 }
 
 /// Panics unless every span's bytes in `slab` are those of its file.
 pub fn check_bytes(plan: &SlabLayout, spans: &[FileSpan], slab: &[u8], context: &str) {
     for (place, span) in plan.places.iter().zip(spans) {
         let bytes = &slab[place.at as usize..][..place.len as usize];
-        let wrong = bytes
-            .iter()
-            .zip(span.offset..)
-            .position(|(byte, offset)| *byte != byte_at(span.file.0, offset));
-        assert_eq!(
-            wrong, None,
-            "{context}: first wrong byte of {span:?} at {place:?}"
-        );
+        let wrong = bytes.iter().zip(span.offset..).position(|(byte, offset)| *byte != byte_at(span.file.0, offset));
+        assert_eq!(wrong, None, "{context}: first wrong byte of {span:?} at {place:?}");
     }
 }
 
 pub fn demand(tag: u64, plan: &SlabLayout) -> Read {
-    Read {
-        tag,
-        priority: Priority::Demand,
-        segments: plan.segments,
-    }
+    Read { tag, priority: Priority::Demand, segments: plan.segments }
 }
 
 pub fn lookahead(tag: u64, plan: &SlabLayout) -> Read {
-    Read {
-        tag,
-        priority: Priority::Lookahead,
-        segments: plan.segments,
-    }
+    Read { tag, priority: Priority::Lookahead, segments: plan.segments }
 }
 
 /// A plan for one span, which must be possible.
@@ -104,10 +86,7 @@ pub enum Kind {
 pub fn kinds() -> Vec<Kind> {
     let model = Model::new(&[4096]);
     let pool = SlabPool::new(4096, 1).unwrap();
-    let cfg = DeviceConfig {
-        kind: DeviceKind::Uring,
-        ..DeviceConfig::default()
-    };
+    let cfg = DeviceConfig { kind: DeviceKind::Uring, ..DeviceConfig::default() };
     match open_device(&cfg, model.open(IoMode::Auto), &pool) {
         Ok(_) => vec![Kind::Ring, Kind::Threads, Kind::Sim],
         Err(error @ IoError::RingRefused { .. }) => {
@@ -119,32 +98,11 @@ pub fn kinds() -> Vec<Kind> {
 }
 
 /// Opens a device of one kind; `cfg.kind` is replaced.
-pub fn open(
-    kind: Kind,
-    cfg: &DeviceConfig,
-    files: &Arc<FileSet>,
-    pool: &SlabPool,
-) -> Box<dyn Device> {
+pub fn open(kind: Kind, cfg: &DeviceConfig, files: &Arc<FileSet>, pool: &SlabPool) -> Box<dyn Device> {
     let files = Arc::clone(files);
     match kind {
-        Kind::Ring => open_device(
-            &DeviceConfig {
-                kind: DeviceKind::Uring,
-                ..*cfg
-            },
-            files,
-            pool,
-        )
-        .unwrap(),
-        Kind::Threads => open_device(
-            &DeviceConfig {
-                kind: DeviceKind::Threads,
-                ..*cfg
-            },
-            files,
-            pool,
-        )
-        .unwrap(),
+        Kind::Ring => open_device(&DeviceConfig { kind: DeviceKind::Uring, ..*cfg }, files, pool).unwrap(),
+        Kind::Threads => open_device(&DeviceConfig { kind: DeviceKind::Threads, ..*cfg }, files, pool).unwrap(),
         Kind::Sim => {
             let calm = SimConfig::calm(1);
             let sim = SimConfig {
@@ -168,17 +126,10 @@ pub fn child(entry: &str, case: &str, before: &str, demote: bool) -> Output {
     let program = scratch.path().join("test-program");
     std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     open_to_all(&program);
-    let script = format!(
-        "{before}{}exec \"$0\" --exact {entry} --nocapture",
-        if before.is_empty() { "" } else { "; " }
-    );
+    let script =
+        format!("{before}{}exec \"$0\" --exact {entry} --nocapture", if before.is_empty() { "" } else { "; " });
     let mut command = Command::new("/bin/bash");
-    command
-        .arg("-c")
-        .arg(script)
-        .arg(&program)
-        .env("MILLSTREAM_IO_CASE", case)
-        .env("TMPDIR", "/tmp");
+    command.arg("-c").arg(script).arg(&program).env("MILLSTREAM_IO_CASE", case).env("TMPDIR", "/tmp");
     command.env("RUST_TEST_THREADS", "1");
     if demote && is_root() {
         std::os::unix::process::CommandExt::uid(&mut command, 65534);
@@ -189,11 +140,7 @@ pub fn child(entry: &str, case: &str, before: &str, demote: bool) -> Output {
 
 /// Panics with the child's output unless it succeeded, and returns what it printed.
 pub fn succeeded(output: Output) -> String {
-    let text = format!(
-        "{}{}",
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    );
+    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{}\n{text}", output.status);
     assert!(text.contains("1 passed"), "the child ran no test:\n{text}");
     text
@@ -201,9 +148,7 @@ pub fn succeeded(output: Output) -> String {
 
 pub fn is_root() -> bool {
     std::fs::read_to_string("/proc/self/status").is_ok_and(|status| {
-        status
-            .lines()
-            .any(|line| line.starts_with("Uid:") && line.split_whitespace().nth(2) == Some("0"))
+        status.lines().any(|line| line.starts_with("Uid:") && line.split_whitespace().nth(2) == Some("0"))
     })
 }
 

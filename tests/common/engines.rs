@@ -1,0 +1,235 @@
+//! Engines over the bundled models, and their answers as bits.
+#![allow(dead_code)]
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Mutex, OnceLock};
+use std::time::Duration;
+
+use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
+use millstream::engine::sampler::Sampling;
+use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, EngineError, Job, Memory};
+use millstream::kernels::Isa;
+use millstream_io::{DeviceKind, IoError, IoMode, SimConfig, sim_device};
+
+/// More slabs than any bundled model has experts: nothing is ever evicted.
+pub const ALL_SLABS: usize = 1000;
+
+/// A bundled model, as it is or converted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Model {
+    /// Random weights, BF16; sparse attention from 17 positions on.
+    Tiny,
+    /// The same with int4 experts and int8 for the rest.
+    TinyInt4,
+    /// The same with int4 in groups of 16.
+    TinyInt4Groups,
+    /// The same with int2 experts.
+    TinyInt2,
+    /// Trained weights, FP8.
+    Tales,
+    /// The same with int4 experts and int8 for the rest.
+    TalesInt4,
+}
+
+impl Model {
+    pub const ALL: [Model; 6] =
+        [Model::Tiny, Model::TinyInt4, Model::TinyInt4Groups, Model::TinyInt2, Model::Tales, Model::TalesInt4];
+
+    /// The directory; a converted model is made on first use, once for the process.
+    pub fn dir(self) -> PathBuf {
+        let (source, options) = match self {
+            Model::Tiny => return tiny(),
+            Model::Tales => return tales(),
+            Model::TinyInt4 => (tiny(), int8_but(Width::Bits4, None)),
+            Model::TinyInt4Groups => (tiny(), ConvertOptions { group: Some(16), ..ConvertOptions::default() }),
+            Model::TinyInt2 => (tiny(), int8_but(Width::Bits2, None)),
+            Model::TalesInt4 => (tales(), int8_but(Width::Bits4, None)),
+        };
+        static MADE: OnceLock<tempfile::TempDir> = OnceLock::new();
+        static LOCK: Mutex<()> = Mutex::new(());
+        let _one_at_a_time = LOCK.lock();
+        // Beside the build, so that it is on a disk and not in memory.
+        let made = MADE.get_or_init(|| tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+        let dir = made.path().join(format!("{self:?}"));
+        if !dir.exists() {
+            convert(&source, &dir, &options, &mut |_| {}).unwrap();
+        }
+        dir
+    }
+
+    pub fn vocab(self) -> u32 {
+        match self {
+            Model::Tales | Model::TalesInt4 => 4096,
+            _ => 272,
+        }
+    }
+
+    /// The widths of `config.json`'s stop tokens and text do not matter here: ids are drawn evenly, by a fixed rule.
+    pub fn prompt(self, len: usize) -> Vec<u32> {
+        (0..len as u32).map(|i| (i * i * 31 + i * 17 + 5) % self.vocab()).collect()
+    }
+
+    /// Whether matmuls have an integer path to take.
+    pub fn is_integer(self) -> bool {
+        !matches!(self, Model::Tiny | Model::Tales)
+    }
+}
+
+fn int8_but(experts: Width, group: Option<u16>) -> ConvertOptions {
+    ConvertOptions { experts, dense: Width::Bits8, group, ..ConvertOptions::default() }
+}
+
+pub fn tiny() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-glm-moe-dsa")
+}
+
+pub fn tales() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")
+}
+
+/// What may change low bits.
+#[derive(Clone, Copy, Debug)]
+pub struct Arithmetic {
+    pub model: Model,
+    pub form: AttentionForm,
+    pub activations: Activations,
+}
+
+impl Arithmetic {
+    /// Every combination that differs for `model`.
+    pub fn all(model: Model) -> Vec<Arithmetic> {
+        let activations: &[Activations] =
+            if model.is_integer() { &[Activations::Int8, Activations::F32] } else { &[Activations::F32] };
+        let forms = [AttentionForm::Absorbed, AttentionForm::Explicit];
+        forms
+            .iter()
+            .flat_map(|&form| activations.iter().map(move |&activations| Arithmetic { model, form, activations }))
+            .collect()
+    }
+}
+
+/// Who reads the experts.
+#[derive(Clone, Copy, Debug)]
+pub enum Reader {
+    Ring,
+    Threads,
+    /// Simulated, in an order that the seed decides.
+    Shuffled(u64),
+}
+
+/// What must not change a bit.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    pub slabs: usize,
+    pub reader: Reader,
+    pub io: IoMode,
+    pub threads: usize,
+    pub rows: usize,
+    pub isa: Option<Isa>,
+}
+
+impl Default for Setup {
+    fn default() -> Setup {
+        Setup { slabs: ALL_SLABS, reader: Reader::Threads, io: IoMode::Auto, threads: 1, rows: 128, isa: None }
+    }
+}
+
+pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
+    let Setup { slabs, reader, io, threads, rows, isa } = *setup;
+    EngineConfig {
+        io,
+        device: match reader {
+            Reader::Ring => DeviceKind::Uring,
+            Reader::Threads | Reader::Shuffled(_) => DeviceKind::Threads,
+        },
+        memory: Memory::Slabs(slabs),
+        threads,
+        prefill_rows: rows,
+        isa,
+        context: Some(256),
+        activations: arithmetic.activations,
+        attention: arithmetic.form,
+        ..EngineConfig::new(arithmetic.model.dir(), 1 << 32)
+    }
+}
+
+/// A simulator that fails nothing and completes calls in an order, and cut into requests, that the seed decides.
+pub fn shuffled(seed: u64) -> SimConfig {
+    SimConfig {
+        reorder: true,
+        delay: Duration::ZERO..Duration::from_millis(5),
+        queue: 1 + (seed % 9) as usize,
+        calls: 1 + (seed / 9 % 7) as usize,
+        chunk_bytes: 4096 << (seed % 5),
+        ..SimConfig::calm(seed)
+    }
+}
+
+pub fn open(arithmetic: &Arithmetic, setup: &Setup) -> Result<Engine, EngineError> {
+    let config = config(arithmetic, setup);
+    match setup.reader {
+        Reader::Ring | Reader::Threads => Engine::open(&config),
+        Reader::Shuffled(seed) => {
+            Engine::open_with(&config, &|files, pool| Ok(sim_device(&shuffled(seed), files.clone(), pool)?))
+        }
+    }
+}
+
+/// Whether io_uring works here; says so where it does not.
+pub fn has_ring() -> bool {
+    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    match open(&arithmetic, &Setup { reader: Reader::Ring, ..Setup::default() }) {
+        Ok(_) => true,
+        Err(EngineError::Io(e @ IoError::RingRefused { .. })) => {
+            println!("the ring is not compared: {e}");
+            false
+        }
+        Err(e) => panic!("{e}"),
+    }
+}
+
+/// Whether the bundled models lie on a file system with direct reads; says so where they do not.
+pub fn has_direct() -> bool {
+    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    match open(&arithmetic, &Setup { io: IoMode::Direct, ..Setup::default() }) {
+        Ok(_) => true,
+        Err(EngineError::Io(e @ IoError::DirectRefused { .. })) => {
+            println!("direct reads are not compared: {e}");
+            false
+        }
+        Err(e) => panic!("{e}"),
+    }
+}
+
+/// An answer, logits as bits.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Answer {
+    pub logits: Vec<u32>,
+    pub ids: Vec<u32>,
+}
+
+pub fn greedy(engine: &mut Engine, prompt: &[u32], tokens: usize) -> Result<Vec<u32>, EngineError> {
+    let job = Job { prompt: prompt.to_vec(), max_tokens: tokens, sampling: Sampling::greedy(), stop_ids: vec![] };
+    Ok(engine.generate(&job, &AtomicBool::new(false), &mut |_| ControlFlow::Continue(()))?.ids)
+}
+
+/// The tokens after the prompt and the logits of every position of the prompt.
+pub fn answer(engine: &mut Engine, prompt: &[u32], tokens: usize) -> Answer {
+    let ids = greedy(engine, prompt, tokens).unwrap();
+    let logits = engine.score(prompt).unwrap();
+    assert!(logits.iter().all(|v| v.is_finite()));
+    Answer { logits: logits.iter().map(|v| v.to_bits()).collect(), ids }
+}
+
+/// Compares without printing ten thousand numbers.
+pub fn assert_same(a: &Answer, b: &Answer, what: &dyn std::fmt::Debug) {
+    assert_eq!(a.logits.len(), b.logits.len(), "{what:?}");
+    if let Some(at) = (0..a.logits.len()).find(|&i| a.logits[i] != b.logits[i]) {
+        let different = (0..a.logits.len()).filter(|&i| a.logits[i] != b.logits[i]).count();
+        let (x, y) = (f32::from_bits(a.logits[at]), f32::from_bits(b.logits[at]));
+        panic!("{what:?}: {different} of {} logits differ, the first at {at}: {x:e} and {y:e}", a.logits.len());
+    }
+    assert_eq!(a.ids, b.ids, "{what:?}");
+}

@@ -1,0 +1,185 @@
+//! Same bits, whatever reads the experts, in what order, into how many slabs, with how many threads, rows at a time and
+//! vector lanes. Logits are compared as bits, at every position of a prompt, and so are the tokens that follow it.
+
+#[path = "common/engines.rs"]
+mod engines;
+
+use engines::{ALL_SLABS, Answer, Arithmetic, Model, Reader, Setup, answer, assert_same, has_direct, has_ring, open};
+use millstream::engine::Activations;
+use millstream::engine::AttentionForm;
+use millstream::kernels::Kernels;
+use millstream_io::IoMode;
+use proptest::prelude::*;
+
+/// Everything resident, one thread, the whole prompt at once.
+const RESIDENT: Setup =
+    Setup { slabs: ALL_SLABS, reader: Reader::Threads, io: IoMode::Auto, threads: 1, rows: 128, isa: None };
+
+const TOKENS: usize = 12;
+
+fn run(arithmetic: &Arithmetic, setup: &Setup, prompt: &[u32]) -> Answer {
+    answer(&mut open(arithmetic, setup).unwrap(), prompt, TOKENS)
+}
+
+/// `setups` against [`RESIDENT`], for each arithmetic of each model. The prompt is past the tiny models' 16 positions of
+/// dense attention.
+fn compare(models: &[Model], setups: &[Setup]) {
+    for arithmetic in models.iter().flat_map(|&model| Arithmetic::all(model)) {
+        let prompt = arithmetic.model.prompt(37);
+        let expected = run(&arithmetic, &RESIDENT, &prompt);
+        for setup in setups {
+            assert_same(&expected, &run(&arithmetic, setup, &prompt), &(arithmetic, setup));
+        }
+    }
+}
+
+#[test]
+fn the_smallest_pool_is_everything_resident() {
+    compare(&Model::ALL, &[Setup { slabs: 1, ..RESIDENT }, Setup { slabs: 1, rows: 5, ..RESIDENT }]);
+}
+
+#[test]
+fn the_smallest_pool_reads_what_everything_resident_does_not() {
+    // Guards the test above: a pool that held everything would make it empty.
+    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let prompt = Model::Tiny.prompt(20);
+    let reads = [1, ALL_SLABS].map(|slabs| {
+        let mut engine = open(&arithmetic, &Setup { slabs, ..RESIDENT }).unwrap();
+        answer(&mut engine, &prompt, TOKENS);
+        answer(&mut engine, &prompt, TOKENS);
+        (engine.store().pool().slabs(), engine.store().stats().misses)
+    });
+    assert_eq!(reads[0].0, 1);
+    assert!(reads[0].1 > 0);
+    assert_eq!(reads[1], (4 * 8, 0), "four sparse layers of eight experts, all there the second time");
+}
+
+#[test]
+fn a_hundred_random_orders_are_the_order_of_the_threads_and_of_the_ring() {
+    let mut setups: Vec<Setup> = (0..100)
+        .map(|seed| Setup {
+            reader: Reader::Shuffled(seed),
+            slabs: 1 + seed as usize % 32,
+            rows: [128, 1, 16, 7][seed as usize % 4],
+            ..RESIDENT
+        })
+        .collect();
+    if has_ring() {
+        setups.push(Setup { reader: Reader::Ring, slabs: 3, ..RESIDENT });
+    }
+    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let prompt = Model::Tiny.prompt(37);
+    let expected = run(&arithmetic, &RESIDENT, &prompt);
+    for setup in &setups {
+        assert_same(&expected, &run(&arithmetic, setup, &prompt), setup);
+    }
+}
+
+#[test]
+fn the_ring_is_the_threads() {
+    if has_ring() {
+        let ring = Setup { reader: Reader::Ring, slabs: 4, ..RESIDENT };
+        compare(&Model::ALL, &[ring, Setup { io: IoMode::Buffered, ..ring }]);
+    }
+}
+
+#[test]
+fn direct_is_buffered() {
+    if has_direct() {
+        let few = Setup { slabs: 5, ..RESIDENT };
+        let models = [Model::Tiny, Model::TinyInt4Groups, Model::Tales, Model::TalesInt4];
+        compare(&models, &[Setup { io: IoMode::Direct, ..few }, Setup { io: IoMode::Buffered, ..few }]);
+    }
+}
+
+#[test]
+fn one_thread_is_two_or_three() {
+    let few = Setup { slabs: 6, ..RESIDENT };
+    compare(&Model::ALL, &[2, 3].map(|threads| Setup { threads, ..few }));
+}
+
+#[test]
+fn a_batch_of_rows_is_one_by_one() {
+    compare(&Model::ALL, &[1, 3, 16].map(|rows| Setup { rows, ..RESIDENT }));
+}
+
+#[test]
+fn chunks_of_a_long_prompt_are_the_whole() {
+    // Past the trained model's 256 positions would need its whole context; 200 are several blocks of scores.
+    for arithmetic in Arithmetic::all(Model::TalesInt4) {
+        let prompt = Model::TalesInt4.prompt(200);
+        let setups = [1, 3, 128].map(|rows| Setup { rows, threads: 2, ..RESIDENT });
+        let answers = setups.map(|setup| run(&arithmetic, &setup, &prompt));
+        assert_same(&answers[0], &answers[1], &arithmetic);
+        assert_same(&answers[0], &answers[2], &arithmetic);
+    }
+}
+
+#[test]
+fn decoding_is_prefill_of_the_same_tokens() {
+    for arithmetic in Model::ALL.into_iter().flat_map(Arithmetic::all) {
+        let mut engine = open(&arithmetic, &RESIDENT).unwrap();
+        let mut tokens = arithmetic.model.prompt(21);
+        let generated = answer(&mut engine, &tokens, 24).ids;
+        tokens.extend(&generated);
+        let logits = engine.score(&tokens).unwrap();
+        let best = logits[20 * arithmetic.model.vocab() as usize..]
+            .chunks_exact(arithmetic.model.vocab() as usize)
+            .map(|row| row.iter().enumerate().fold(0, |best, (i, v)| if *v > row[best] { i } else { best }) as u32);
+        assert_eq!(best.take(24).collect::<Vec<_>>(), generated, "{arithmetic:?}");
+    }
+}
+
+#[test]
+fn every_instruction_set_is_the_scalar_definition() {
+    let isas = Kernels::all_available().into_iter().map(|k| k.isa);
+    let setups: Vec<Setup> = isas.map(|isa| Setup { isa: Some(isa), ..RESIDENT }).collect();
+    println!("{:?}", setups.iter().map(|s| s.isa).collect::<Vec<_>>());
+    compare(&Model::ALL, &setups);
+}
+
+#[test]
+fn warm_is_cold() {
+    for arithmetic in Model::ALL.into_iter().flat_map(Arithmetic::all) {
+        let mut engine = open(&arithmetic, &Setup { slabs: 9, ..RESIDENT }).unwrap();
+        let (first, other) = (arithmetic.model.prompt(30), arithmetic.model.prompt(45));
+        let cold = answer(&mut engine, &first, TOKENS);
+        answer(&mut engine, &other[7..], TOKENS);
+        assert_same(&cold, &answer(&mut engine, &first, TOKENS), &arithmetic);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_combination_of_toggles_gives_the_same_bits(
+        which in any::<prop::sample::Index>(),
+        length in 1..90usize,
+        slabs in prop_oneof![Just(1), 2..40usize],
+        reader in prop_oneof![Just(None), any::<u64>().prop_map(Some)],
+        buffered in any::<bool>(),
+        threads in 1..5usize,
+        rows in prop::sample::select(vec![1, 2, 3, 8, 33, 128]),
+        isa in any::<prop::sample::Index>(),
+        warm in any::<bool>(),
+    ) {
+        let all: Vec<Arithmetic> = Model::ALL.into_iter().flat_map(Arithmetic::all).collect();
+        let arithmetic = which.get(&all);
+        let prompt = arithmetic.model.prompt(length);
+        let isas = Kernels::all_available();
+        let setup = Setup {
+            slabs,
+            reader: reader.map_or(Reader::Threads, Reader::Shuffled),
+            io: if buffered { IoMode::Buffered } else { IoMode::Auto },
+            threads,
+            rows,
+            isa: Some(isa.get(&isas).isa),
+        };
+        let mut engine = open(arithmetic, &setup).unwrap();
+        if warm {
+            answer(&mut engine, &arithmetic.model.prompt(9), 3);
+        }
+        assert_same(&run(arithmetic, &RESIDENT, &prompt), &answer(&mut engine, &prompt, TOKENS), &(arithmetic, setup));
+    }
+}
