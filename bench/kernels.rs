@@ -1,1 +1,222 @@
-fn main() {}
+//! How close each kernel comes to reading its weights at the speed of memory.
+//!
+//! The canonical run is `cargo bench --bench kernels`; an argument keeps the formats whose names contain it. Weights are larger than any cache. Cases take turns with a plain
+//! loop that only reads, round after round, and the medians are printed; GB/s count weights and scales. Under `cargo test`
+//! a few small matrices pass through every case once.
+
+#![allow(unsafe_code)]
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use millstream::kernels::{Format, Input, Isa, Kernels, MatrixSpec, Quantized, Team, WeightRef, matmul};
+
+/// One line of the table.
+struct Case {
+    kernels: &'static Kernels,
+    spec: MatrixSpec,
+    batch: usize,
+    integer: bool,
+    team: usize,
+}
+
+/// Bytes that weights and scales are cut from.
+struct Stock {
+    /// Random bytes.
+    integers: Vec<u8>,
+    /// Random bytes that are floats of ordinary size in every float format of two bytes or four.
+    floats: Vec<u8>,
+    /// Scales about 0.01.
+    scales: Vec<u8>,
+}
+
+/// Room for `bytes`, on 2 MiB pages where the system gives them: slabs lie on such pages.
+fn huge_pages(bytes: usize) -> Vec<u8> {
+    let mut room = Vec::<u8>::with_capacity(bytes + (4 << 20));
+    let start = room.as_mut_ptr().wrapping_byte_add(room.as_ptr().align_offset(4096));
+    // SAFETY: whole pages inside a live allocation of this function, of which the advice changes no contents.
+    let _ = unsafe { libc::madvise(start.cast(), bytes & !4095, libc::MADV_HUGEPAGE) };
+    room
+}
+
+impl Stock {
+    fn new(bytes: usize) -> Stock {
+        let mut state = 1u64;
+        let mut integers = huge_pages(bytes);
+        while integers.len() < bytes {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            integers.extend_from_slice(&(state ^ (state >> 29)).to_le_bytes());
+        }
+        let mut floats = huge_pages(bytes);
+        floats.extend_from_slice(&integers);
+        for byte in floats.iter_mut().skip(1).step_by(2) {
+            *byte = *byte & 0x81 | 0x3c;
+        }
+        let scales = integers[..bytes / 8].iter().flat_map(|b| (f32::from(*b) / 16384.0).to_le_bytes()).collect();
+        Stock { integers, floats, scales }
+    }
+
+    fn read_all(&self, team: &Team) -> u64 {
+        let total = std::sync::atomic::AtomicU64::new(0);
+        let chunks = self.integers.as_chunks::<{ 128 << 10 }>().0;
+        team.run(chunks.len(), &|i| {
+            let mut sums = [0u64; 16];
+            for line in chunks[i].as_chunks::<128>().0 {
+                for (sum, word) in sums.iter_mut().zip(line.as_chunks::<8>().0) {
+                    *sum = sum.wrapping_add(u64::from_le_bytes(*word));
+                }
+            }
+            total.fetch_add(sums.into_iter().fold(0, u64::wrapping_add), std::sync::atomic::Ordering::Relaxed);
+        });
+        total.into_inner()
+    }
+}
+
+impl Case {
+    fn bytes(&self) -> usize {
+        self.spec.data_bytes() + self.spec.scale_bytes()
+    }
+
+    /// Seconds per matrix, over as many matrices as the stock holds.
+    fn run(&self, stock: &Stock, team: &Team, limit: usize) -> f64 {
+        let MatrixSpec { format, rows, cols } = self.spec;
+        let float = matches!(format, Format::F32 | Format::Bf16 | Format::F16);
+        let data = if float { &stock.floats } else { &stock.integers };
+        let x: Vec<f32> = (0..self.batch * cols).map(|i| (i * 37 % 101) as f32 * 0.01 - 0.5).collect();
+        let mut quantized = Quantized::with_capacity(self.batch, cols);
+        quantized.quantize(self.kernels, &x, self.batch, cols);
+        let input = Input { rows: self.batch, cols, values: &x, quantized: self.integer.then_some(&quantized) };
+        let mut out = vec![0.0; self.batch * rows];
+        let matrices = (data.len() / self.spec.data_bytes()).min(limit);
+        let scale_room = stock.scales.len() - self.spec.scale_bytes();
+        let started = Instant::now();
+        for i in 0..matrices {
+            let data = &data[i * self.spec.data_bytes()..][..self.spec.data_bytes()];
+            let scales = &stock.scales[i * self.spec.scale_bytes() % (scale_room + 1)..][..self.spec.scale_bytes()];
+            matmul(self.kernels, team, &WeightRef::new(self.spec, data, scales), &input, &mut out);
+            black_box(&mut out);
+        }
+        started.elapsed().as_secs_f64() / matrices as f64
+    }
+}
+
+fn cases(teams: &[usize]) -> Vec<Case> {
+    let best = Kernels::best();
+    let group = |group| Format::Int4Group { group };
+    let wide = |format| MatrixSpec { format, rows: 2048, cols: 6144 };
+    let tall = |format| MatrixSpec { format, rows: 6144, cols: 2048 };
+    let mut cases = Vec::new();
+    for &team in teams {
+        let mut add = |kernels, spec, batch, integer| cases.push(Case { kernels, spec, batch, integer, team });
+        for batch in [1, 8] {
+            for format in [Format::Int4Row, group(64)] {
+                add(best, wide(format), batch, true);
+                add(best, tall(format), batch, true);
+            }
+            for format in [group(128), group(32), Format::Int8Row, Format::Int2Row] {
+                add(best, wide(format), batch, true);
+            }
+            for format in [Format::F32, Format::Bf16, Format::F16, Format::Fp8Block] {
+                add(best, wide(format), batch, false);
+            }
+            for format in [Format::Int4Row, group(64), Format::Int8Row] {
+                add(best, wide(format), batch, false);
+            }
+        }
+        if let Some(avx2) = Kernels::for_isa(Isa::Avx2).filter(|k| k.isa != best.isa) {
+            for format in [Format::Int4Row, group(64), Format::Int8Row] {
+                add(avx2, wide(format), 1, true);
+            }
+            for format in [Format::Bf16, Format::Fp8Block] {
+                add(avx2, wide(format), 1, false);
+            }
+        }
+    }
+    cases
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Kernels that stay in cache: nanoseconds per element.
+fn vectors(rounds: usize) {
+    let k = Kernels::best();
+    let x: Vec<f32> = (0..6144).map(|i| (i * 37 % 101) as f32 * 0.01 - 0.5).collect();
+    let mut y = x.clone();
+    let mut quantized = Quantized::with_capacity(1, x.len());
+    let spec = MatrixSpec { format: Format::Int4Row, rows: 192, cols: 512 };
+    let (data, scales) = (vec![0x5a; spec.data_bytes()], vec![0; spec.scale_bytes()]);
+    let w = WeightRef::new(spec, &data, &scales);
+    let report = |name: &str, elements: usize, call: &mut dyn FnMut()| {
+        let times = (0..rounds).map(|_| {
+            let started = Instant::now();
+            (0..20).for_each(|_| call());
+            started.elapsed().as_secs_f64() / 20.0
+        });
+        println!("{name:<28} {:>8.3} ns/element", median(times.collect()) * 1e9 / elements as f64);
+    };
+    report("dot 576", 576, &mut || {
+        black_box(k.dot(black_box(&x[..576]), black_box(&y[..576])));
+    });
+    report("axpy 512", 512, &mut || k.axpy(black_box(0.0), &x[..512], &mut y[..512]));
+    report("silu_mul 2048", 2048, &mut || k.silu_mul(&x[..2048], black_box(&mut y[..2048])));
+    report("softmax 4096", 4096, &mut || k.softmax(black_box(&mut y[..4096])));
+    report("quantize 6144", 6144, &mut || quantized.quantize(k, black_box(&x), 1, x.len()));
+    report("decode_row int4 512", 512, &mut || k.decode_row(&w, black_box(7), &mut y[..512]));
+    report("add_scaled_rows int4 192x512", 192 * 512, &mut || {
+        k.add_scaled_rows(&w, 0..192, black_box(&x[..192]), &mut y[..512]);
+    });
+}
+
+fn main() {
+    let measuring = std::env::args().any(|a| a == "--bench");
+    let (stock_bytes, rounds, limit) = if measuring { (320 << 20, 15, usize::MAX) } else { (64 << 20, 1, 1) };
+    let stock = Stock::new(stock_bytes);
+    let teams = [1, 2];
+    let filter = std::env::args().skip(1).find(|a| !a.starts_with('-')).unwrap_or_default();
+    let mut cases = cases(&teams);
+    cases.retain(|case| case.spec.format.to_string().contains(&filter));
+    let mut reads = vec![Vec::new(); teams.len()];
+    let mut times = vec![Vec::new(); cases.len()];
+    for _ in 0..rounds {
+        for (t, threads) in teams.iter().enumerate() {
+            let team = Team::new(*threads);
+            for (case, times) in cases.iter().zip(&mut times).filter(|(case, _)| case.team == *threads) {
+                // A batch is limited by arithmetic and slower: fewer matrices tell as much.
+                times.push(case.run(&stock, &team, if case.batch > 1 { limit.min(8) } else { limit }));
+            }
+            for _ in 0..5 {
+                let started = Instant::now();
+                black_box(stock.read_all(&team));
+                reads[t].push(stock.integers.len() as f64 / started.elapsed().as_secs_f64() / 1e9);
+            }
+        }
+    }
+    let reads: Vec<f64> = reads.into_iter().map(median).collect();
+    for (threads, read) in teams.iter().zip(&reads) {
+        println!("plain read, {threads} threads: {read:.1} GB/s");
+    }
+    println!(
+        "{:<8} {:<9} {:<8} {:>11} {:>5} {:>7} {:>7} {:>9} {:>8}",
+        "table", "format", "path", "shape", "batch", "threads", "GB/s", "of read", "GMAC/s"
+    );
+    for (case, times) in cases.iter().zip(times) {
+        let seconds = median(times);
+        let read = teams.iter().zip(&reads).find(|(t, _)| **t == case.team).map_or(f64::NAN, |(_, read)| *read);
+        let rate = case.bytes() as f64 / seconds / 1e9;
+        println!(
+            "{:<8} {:<9} {:<8} {:>11} {:>5} {:>7} {rate:>7.1} {:>8.0}% {:>8.1}",
+            case.kernels.isa.name(),
+            case.spec.format.to_string(),
+            if case.integer { "integer" } else { "exact" },
+            format!("{}x{}", case.spec.rows, case.spec.cols),
+            case.batch,
+            case.team,
+            100.0 * rate / read,
+            (case.spec.rows * case.spec.cols * case.batch) as f64 / seconds / 1e9,
+        );
+    }
+    vectors(if measuring { 101 } else { 1 });
+}

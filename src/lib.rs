@@ -6,6 +6,7 @@ pub mod engine;
 pub mod forward;
 pub mod kernels;
 pub mod limits;
+pub mod manual;
 pub mod meter;
 pub mod model;
 pub mod ops;

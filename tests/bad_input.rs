@@ -1,4 +1,5 @@
 //! Damaged, incomplete and contradictory model directories: refused at open, with a message that says what and where.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 #[path = "common/safetensors.rs"]
 mod safetensors;
@@ -507,6 +508,25 @@ fn broken_header_text_is_refused_with_its_position() {
         fs::write(model.path().join("z.safetensors"), file_bytes(header, &[])).unwrap();
         assert_refused(&model, &["z.safetensors", part]);
     }
+}
+
+#[test]
+fn a_message_shows_hostile_names_short_and_without_control_characters() {
+    for name in ["x".repeat(2000), "a\u{1b}[2Jb".to_owned()] {
+        let model = Model::tiny();
+        let shard = Shard { tensors: vec![Tensor::new(&name, "U8", &[1], vec![0])], ..Shard::default() };
+        shard.write(&model.path().join("z.safetensors"));
+        let message = refusal(&model).to_string();
+        assert!(message.contains("1024 bytes without control characters"), "{message}");
+        assert!(message.len() < 600 && !message.contains('\u{1b}'), "{message:?}");
+    }
+}
+
+#[test]
+fn a_directory_named_like_a_shard_is_refused() {
+    let model = Model::tiny();
+    fs::create_dir(model.path().join("z.safetensors")).unwrap();
+    assert_refused(&model, &["z.safetensors", "a regular file"]);
 }
 
 #[test]

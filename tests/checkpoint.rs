@@ -1,4 +1,5 @@
 //! Real checkpoints open, and what they say comes out of them.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use millstream::checkpoint::arch::{Family, IndexerKind, MlpKind};
 use millstream::checkpoint::{Arch, Checkpoint};

@@ -1,4 +1,5 @@
 //! Conversion: the right bytes in the right place, whatever stops it on the way.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 #[path = "common/safetensors.rs"]
 mod safetensors;
@@ -6,6 +7,7 @@ mod safetensors;
 use millstream::checkpoint::convert::{ConvertOptions, Progress, Width, convert};
 use millstream::checkpoint::{Checkpoint, CheckpointError, MatrixSource};
 use millstream::kernels::{Format, Kernels, WeightRef};
+use millstream_io::{FileSet, FileSpan, IoMode, layout};
 use safetensors::{Model, Shard, Tensor, tiny_model};
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,9 +25,14 @@ fn quietly(src: &Path, dst: &Path, options: &ConvertOptions) -> Result<(), Check
 }
 
 fn converted(src: &Path, options: &ConvertOptions) -> tempfile::TempDir {
-    let dst = tempfile::tempdir().unwrap();
+    let dst = quick_dir();
     quietly(src, dst.path(), options).unwrap();
     dst
+}
+
+/// A directory where making files durable costs nothing, for tests that write a container many times.
+fn quick_dir() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
 /// Every file of a directory by name, hidden ones too.
@@ -158,20 +165,27 @@ fn assert_values(src: &Path, dst: &Path, group: Option<usize>, bits: impl Fn(&st
     assert_eq!(result.len(), expected_names);
 }
 
-/// Weights of an expert, then its scales, lie together in one file from a sector on, without a byte to skip.
+/// Weights of an expert, then its scales, lie together in one file from a sector on, without a byte to skip; the reader
+/// plans one segment for them.
 fn assert_one_read_an_expert(checkpoint: &Checkpoint) {
+    let files = FileSet::open(checkpoint.tensors.paths(), IoMode::Auto).unwrap();
     let mut experts = 0;
     for expert in checkpoint.experts.layers.iter().flatten().flatten() {
         let weights = expert.matrices().map(|matrix| matrix.data);
         let scales = expert.matrices().into_iter().filter_map(|matrix| matrix.scales);
+        let spans: Vec<FileSpan> = weights.into_iter().chain(scales).collect();
         let mut end = weights[0].offset;
         assert_eq!(end % 4096, 0);
-        for span in weights.into_iter().chain(scales) {
+        for span in &spans {
             assert_eq!((span.file, span.offset), (weights[0].file, end));
             end += span.len;
         }
         let file_bytes = fs::metadata(checkpoint.tensors.path(weights[0].file)).unwrap().len();
         assert!(end.next_multiple_of(4096) <= file_bytes, "a direct read would pass the end of the file");
+        let plan = layout(&spans, &files).unwrap();
+        assert_eq!(plan.segments.len(), 1);
+        assert_eq!(plan.segments[0].offset, weights[0].offset);
+        assert_eq!(u64::from(plan.useful_bytes), expert.bytes());
         experts += 1;
     }
     assert!(experts > 0);
@@ -433,10 +447,10 @@ fn a_conversion_stopped_anywhere_continues_to_the_same_bytes() {
     let options = ConvertOptions::default();
     let whole = contents(converted(tiny_model(), &options).path());
     let mut events = 0;
-    convert(tiny_model(), tempfile::tempdir().unwrap().path(), &options, &mut |_| events += 1).unwrap();
+    convert(tiny_model(), quick_dir().path(), &options, &mut |_| events += 1).unwrap();
     assert!(events > 30, "events between and inside shards");
     for stop in 1..=events {
-        let dst = tempfile::tempdir().unwrap();
+        let dst = quick_dir();
         let mut seen = 0;
         let stopped = catch_unwind(AssertUnwindSafe(|| {
             convert(tiny_model(), dst.path(), &options, &mut |_| {
@@ -456,7 +470,7 @@ fn a_conversion_stopped_anywhere_continues_to_the_same_bytes() {
 
 #[test]
 fn another_conversion_does_not_continue_a_stopped_one() {
-    let dst = tempfile::tempdir().unwrap();
+    let dst = quick_dir();
     let stopped = catch_unwind(AssertUnwindSafe(|| {
         convert(tiny_model(), dst.path(), &ConvertOptions::default(), &mut |progress| {
             if matches!(progress, Progress::Bytes { .. }) {
@@ -468,7 +482,7 @@ fn another_conversion_does_not_continue_a_stopped_one() {
     let other = ConvertOptions { dense: Width::Bits8, ..ConvertOptions::default() };
     let message = quietly(tiny_model(), dst.path(), &other).unwrap_err().to_string();
     assert!(message.contains("dense=4") && message.contains("dense=8"), "{message}");
-    let error = convert(dst.path(), tempfile::tempdir().unwrap().path(), &other, &mut |_| {}).unwrap_err();
+    let error = convert(dst.path(), quick_dir().path(), &other, &mut |_| {}).unwrap_err();
     assert!(matches!(error, CheckpointError::Unfinished { .. }), "{error}");
 }
 
@@ -521,7 +535,7 @@ fn advance(input: &mut ChildStdin, output: &mut BufReader<ChildStdout>, events: 
 #[test]
 fn a_killed_process_is_continued_to_the_same_bytes() {
     let whole = contents(converted(tiny_model(), &ConvertOptions::default()).path());
-    let dst = tempfile::tempdir().unwrap();
+    let dst = quick_dir();
     // Each run gets a little further than the one before it: kept shards are two events, others more.
     for events in [2, 5, 7, 8, 13, 18, 25] {
         let mut child = child("", dst.path(), true);
@@ -539,7 +553,7 @@ fn a_killed_process_is_continued_to_the_same_bytes() {
 #[test]
 fn a_write_that_fails_in_a_shard_is_an_error_and_a_rerun_continues() {
     let whole = contents(converted(tiny_model(), &ConvertOptions::default()).path());
-    let dst = tempfile::tempdir().unwrap();
+    let dst = quick_dir();
     // A file may have 2,100 KiB: enough for the dense shards, not for experts.
     let output = child("trap '' XFSZ; ulimit -f 2100;", dst.path(), false).wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(9));

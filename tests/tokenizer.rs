@@ -1,5 +1,7 @@
 //! The tokenizer of the bundled model against ids and texts made by transformers.
 
+#![allow(clippy::unwrap_used)]
+
 use std::path::{Path, PathBuf};
 
 use millstream::engine::stop::{Pushed, StopMatcher};

@@ -5,6 +5,8 @@
 //! the device from `submit` to its [`Completion`], whatever happens in between; short reads, `EINTR` and `EAGAIN`
 //! stop inside the device, so above it a read is whole or an error naming file, offset and length.
 
+mod access;
+mod arena;
 pub mod device;
 pub mod error;
 pub mod file;
@@ -14,14 +16,16 @@ pub mod pool;
 pub mod sector;
 pub mod space;
 
+pub use access::{Access, IoMode};
+pub use arena::{Arena, ArenaReport, PageKind};
 pub use device::sim::{SimConfig, SimFault, sim_device};
 pub use device::{
-    Completion, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, Priority, Read, RejectReason,
-    Rejected, Wait, open_device,
+    Completion, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, Priority,
+    Read, RejectReason, Rejected, Wait, open_device,
 };
 pub use error::{Errno, IoError, ReadRange};
-pub use file::{Access, FileId, FileSet, IoMode};
+pub use file::{FileId, FileSet};
 pub use limits::MAX_SEGMENTS;
 pub use plan::{FileSpan, Place, Segment, Segments, SlabLayout, layout};
-pub use pool::{Arena, ArenaReport, PageKind, Slab, SlabPool};
+pub use pool::{Slab, SlabPool};
 pub use space::free_bytes;

@@ -18,9 +18,9 @@ pub const PAGE_BYTES: usize = 4096;
 pub const DEPTH_BYTES_MIN: u64 = 64 * MIB;
 /// The default cap is never below this many slabs.
 pub const DEPTH_SLABS_MIN: u64 = 4;
-/// Request size while the arena is registered.
-pub const RING_CHUNK_BYTES: u32 = 1 << 20;
-/// Request size of a reader thread: a lone slab still occupies every thread.
+/// Request size while the arena is registered: a huge page, and a lone slab still is many requests.
+pub const RING_CHUNK_BYTES: u32 = 2 << 20;
+/// Request size of a reader thread while there are fewer reads than threads: a lone slab occupies every thread.
 pub const THREAD_CHUNK_BYTES: u32 = 4 << 20;
 /// Smallest request size that may be configured.
 pub const CHUNK_BYTES_MIN: u32 = 64 << 10;

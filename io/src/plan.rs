@@ -159,3 +159,205 @@ fn layout_aligned(spans: &[FileSpan], align: u64) -> Result<SlabLayout, IoError>
     let segments = Segments::from_slice(&segments).ok_or_else(|| bad("too many ranges".to_owned()))?;
     Ok(SlabLayout { segments, places, slab_bytes: total as u32, useful_bytes })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::access::IoMode;
+    use proptest::prelude::*;
+
+    const ALIGN: u64 = 4096;
+
+    fn spans() -> impl Strategy<Value = Vec<FileSpan>> {
+        let span = (0u32..3, 0u64..400_000, 1u64..60_000);
+        let span = span.prop_map(|(file, offset, len)| FileSpan {
+            file: FileId(file),
+            offset,
+            len,
+        });
+        proptest::collection::vec(span, 1..7)
+    }
+
+    /// What ends up where, byte by byte of the slab, as reading the segments would have it.
+    fn contents(plan: &SlabLayout) -> Vec<Option<(FileId, u64)>> {
+        let mut slab = vec![None; plan.slab_bytes as usize];
+        for segment in plan.segments.iter() {
+            for i in 0..segment.len {
+                let byte = &mut slab[(segment.at + i) as usize];
+                assert_eq!(*byte, None, "two segments share a byte of the slab");
+                *byte = Some((segment.file, segment.offset + u64::from(i)));
+            }
+        }
+        slab
+    }
+
+    /// Blocks that must be read: those touched, and the gaps of one file that are short enough to read through.
+    fn naive_blocks(spans: &[FileSpan]) -> Vec<(FileId, u64)> {
+        let touched = |file: FileId, block: u64| {
+            let (from, to) = (block * ALIGN, (block + 1) * ALIGN);
+            spans
+                .iter()
+                .any(|span| span.file == file && span.offset < to && span.offset + span.len > from)
+        };
+        let mut blocks = Vec::new();
+        for file in (0..3).map(FileId) {
+            let used: Vec<u64> = (0..120).filter(|block| touched(file, *block)).collect();
+            for (i, block) in used.iter().enumerate() {
+                blocks.push((file, *block));
+                if let Some(next) = used.get(i + 1)
+                    && (next - block - 1) * ALIGN <= GAP_BYTES_MAX
+                {
+                    blocks.extend((block + 1..*next).map(|between| (file, between)));
+                }
+            }
+        }
+        blocks
+    }
+
+    proptest! {
+        #[test]
+        fn every_span_is_where_its_place_says_and_nothing_needless_is_read(spans in spans()) {
+            let plan = layout_aligned(&spans, ALIGN).unwrap();
+            let slab = contents(&plan);
+            prop_assert_eq!(slab.len() as u64, plan.segments.len_bytes());
+            prop_assert_eq!(plan.places.len(), spans.len());
+            for (place, span) in plan.places.iter().zip(&spans) {
+                prop_assert_eq!(u64::from(place.len), span.len);
+                for i in 0..span.len {
+                    prop_assert_eq!(slab[place.at as usize + i as usize], Some((span.file, span.offset + i)));
+                }
+            }
+            let mut read: Vec<(FileId, u64)> =
+                slab.iter().step_by(ALIGN as usize).flatten().map(|(file, offset)| (*file, offset / ALIGN)).collect();
+            read.sort_unstable();
+            prop_assert_eq!(read, naive_blocks(&spans));
+            prop_assert_eq!(u64::from(plan.useful_bytes), spans.iter().map(|span| span.len).sum::<u64>());
+        }
+
+        #[test]
+        fn segments_are_aligned_and_want_exactly_up_to_the_last_useful_byte(spans in spans()) {
+            let plan = layout_aligned(&spans, ALIGN).unwrap();
+            for segment in plan.segments.iter() {
+                prop_assert!(segment.offset % ALIGN == 0 && u64::from(segment.len) % ALIGN == 0);
+                prop_assert!(u64::from(segment.at) % ALIGN == 0);
+                let inside = spans.iter().filter(|span| {
+                    span.file == segment.file
+                        && span.offset >= segment.offset
+                        && span.offset < segment.offset + u64::from(segment.len)
+                });
+                let last = inside.map(|span| span.offset + span.len).max().unwrap();
+                prop_assert_eq!(segment.offset + u64::from(segment.want), last);
+                prop_assert!(segment.want <= segment.len);
+            }
+        }
+    }
+
+    fn at(offset: u64, len: u64) -> FileSpan {
+        FileSpan {
+            file: FileId(0),
+            offset,
+            len,
+        }
+    }
+
+    #[test]
+    fn an_expert_stored_in_one_piece_is_one_segment() {
+        // Three matrices and their scales, packed one after the other from a sector border.
+        let spans = [
+            at(8192, 6_291_456),
+            at(6_299_648, 8192),
+            at(6_307_840, 6_291_456),
+            at(12_599_296, 100),
+        ];
+        let plan = layout_aligned(&spans, ALIGN).unwrap();
+        assert_eq!(plan.segments.len(), 1);
+        assert_eq!(
+            (plan.segments[0].offset, plan.segments[0].want),
+            (8192, 12_591_204)
+        );
+        assert_eq!(
+            plan.slab_bytes, 12_595_200,
+            "up to the next multiple of 4096"
+        );
+        assert_eq!(
+            plan.places[3],
+            Place {
+                at: 12_591_104,
+                len: 100
+            }
+        );
+    }
+
+    #[test]
+    fn gaps_are_read_through_up_to_64_kib() {
+        let plan = |gap: u64| layout_aligned(&[at(0, 4096), at(4096 + gap, 4096)], ALIGN).unwrap();
+        assert_eq!(plan(65536).segments.len(), 1);
+        assert_eq!(plan(65536).slab_bytes, 73_728);
+        assert_eq!(
+            plan(65537).segments.len(),
+            1,
+            "its first sector starts 65536 bytes on"
+        );
+        assert_eq!(plan(65536 + 4096).segments.len(), 2);
+        assert_eq!(plan(65536 + 4096).slab_bytes, 8192);
+    }
+
+    #[test]
+    fn what_cannot_be_planned_is_refused() {
+        let bad = |spans: &[FileSpan]| {
+            assert!(
+                matches!(
+                    layout_aligned(spans, ALIGN),
+                    Err(IoError::BadRequest { .. })
+                ),
+                "{spans:?}"
+            );
+        };
+        bad(&[]);
+        bad(&[at(0, 0)]);
+        bad(&[at(u64::MAX, 1)]);
+        bad(&[at(i64::MAX as u64 - 10, 10)]);
+        bad(&[at(0, SLAB_BYTES_MAX as u64 + 1)]);
+        bad(&(0..9).map(|i| at(i * 1_000_000, 10)).collect::<Vec<_>>());
+        assert!(
+            layout_aligned(
+                &(0..8).map(|i| at(i * 1_000_000, 10)).collect::<Vec<_>>(),
+                ALIGN
+            )
+            .is_ok()
+        );
+    }
+
+    #[test]
+    fn spans_outside_their_file_are_named() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(10_000).unwrap();
+        let files = FileSet::open(&[file.path().to_owned()], IoMode::Auto).unwrap();
+        assert_eq!(
+            layout(&[at(0, 10_000)], &files).unwrap().segments[0].len,
+            12_288
+        );
+        for (offset, len) in [(0, 10_001), (10_000, 1), (u64::MAX, 2), (5, u64::MAX)] {
+            let error = layout(&[at(offset, len)], &files).unwrap_err();
+            let path = std::sync::Arc::from(file.path());
+            assert_eq!(
+                error,
+                IoError::OutOfFile {
+                    path,
+                    offset,
+                    len,
+                    file_bytes: 10_000
+                }
+            );
+        }
+        let stranger = FileSpan {
+            file: FileId(1),
+            offset: 0,
+            len: 1,
+        };
+        assert!(matches!(
+            layout(&[stranger], &files),
+            Err(IoError::BadRequest { .. })
+        ));
+    }
+}

@@ -128,7 +128,7 @@ fn parse_attention(config: &Fields) -> Result<AttentionArch> {
         rope: config.size("qk_rope_head_dim", 2..=DIM_MAX)?,
         value: config.size("v_head_dim", 1..=DIM_MAX)?,
     };
-    if attention.rope % 2 != 0 {
+    if !attention.rope.is_multiple_of(2) {
         let found = attention.rope.to_string();
         return Err(config.bad("qk_rope_head_dim", "an even number", &found));
     }

@@ -16,6 +16,8 @@ use std::path::Path;
 
 /// Longest header that is read, as in the format's own library.
 pub const HEADER_BYTES_MAX: u64 = 100_000_000;
+/// Longest name of a tensor, in bytes.
+const NAME_BYTES_MAX: usize = 1024;
 /// Most dimensions of a tensor.
 const RANK_MAX: usize = 8;
 /// Key of the map of format names in a container's metadata.
@@ -35,6 +37,11 @@ pub(crate) struct Header {
 
 /// Reads and checks the header of the shard at `path`.
 pub(crate) fn read(path: &Path, file: FileId) -> Result<Header> {
+    // Opening a pipe would wait for a writer.
+    let metadata = std::fs::metadata(path).map_err(io_error("open", path))?;
+    if !metadata.is_file() {
+        return Err(fault(path, None, "kind of file", "a regular file".to_owned(), "something else".to_owned()));
+    }
     let shard = File::open(path).map_err(io_error("open", path))?;
     let file_bytes = shard.metadata().map_err(io_error("read", path))?.len();
     let mut prefix = [0u8; 8];
@@ -79,10 +86,14 @@ pub(crate) fn parse(path: &Path, file: FileId, file_bytes: u64, json: &[u8]) -> 
 /// Type known, rank bounded, and shape times element size equal to the byte range.
 fn check_tensor(path: &Path, file: FileId, data_start: u64, name: &str, raw: RawTensor) -> Result<TensorInfo> {
     let bad = |what, expected: String, found: String| fault(path, Some(name), what, expected, found);
+    if name.len() > NAME_BYTES_MAX || name.contains(char::is_control) {
+        let expected = format!("at most {NAME_BYTES_MAX} bytes without control characters");
+        return Err(bad("name", expected, format!("{} bytes", name.len())));
+    }
     let [begin, end] = raw.data_offsets;
     let Some(dtype) = Dtype::from_name(&raw.dtype) else {
         let known = "a known type (F32, BF16, F16, F8_E4M3, U8, ...)".to_owned();
-        return Err(bad("dtype", known, raw.dtype.into_owned()));
+        return Err(bad("dtype", known, clip(&raw.dtype)));
     };
     if raw.shape.len() > RANK_MAX {
         let expected = format!("at most {RANK_MAX} dimensions");
@@ -144,8 +155,18 @@ fn parse_stamps(path: &Path, metadata: &HashMap<String, String>) -> Result<HashM
 }
 
 fn fault(path: &Path, tensor: Option<&str>, what: &'static str, expected: String, found: String) -> CheckpointError {
-    let tensor = tensor.map(str::to_owned);
+    let tensor = tensor.map(clip);
     CheckpointError::Header { file: path.to_owned(), tensor, what, expected, found }
+}
+
+/// Text of an untrusted file as a message may show it: of bounded length, control characters escaped.
+fn clip(text: &str) -> String {
+    const SHOWN: usize = 200;
+    let mut shown: String = text.chars().take(SHOWN).flat_map(char::escape_debug).collect();
+    if text.chars().nth(SHOWN).is_some() {
+        shown.push('…');
+    }
+    shown
 }
 
 #[derive(serde::Deserialize)]
@@ -190,7 +211,7 @@ impl<'de> Deserialize<'de> for RawHeader<'de> {
                         }
                     };
                     if repeated {
-                        return Err(de::Error::custom(format!("the key {name} twice")));
+                        return Err(de::Error::custom(format!("the key {} twice", clip(&name))));
                     }
                 }
                 Ok(header)
@@ -216,7 +237,7 @@ impl<'de> Deserialize<'de> for Metadata {
                 let mut entries = HashMap::new();
                 while let Some((key, value)) = map.next_entry::<String, String>()? {
                     if entries.insert(key.clone(), value).is_some() {
-                        return Err(de::Error::custom(format!("the key {key} twice")));
+                        return Err(de::Error::custom(format!("the key {} twice", clip(&key))));
                     }
                 }
                 Ok(Metadata(entries))

@@ -72,7 +72,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub top_p: Option<f32>,
     /// Choose among the K most likely tokens; 0 is all [default: 0]
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
     pub top_k: Option<usize>,
     /// Choose among tokens at least this fraction as likely as the most likely one [default: 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
@@ -87,10 +87,10 @@ pub struct RunArgs {
     #[arg(long)]
     pub ignore_eos: bool,
     /// Threads that compute [default: the cores this process may use]
-    #[arg(short, long, value_name = "N", value_parser = parse_threads)]
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Tokens of context, prompt and answer together [default: what prompt and -n need]
-    #[arg(short, long, visible_alias = "context", value_name = "N", value_parser = parse_context)]
+    #[arg(short, long, visible_alias = "context", value_name = "N", allow_negative_numbers = true, value_parser = parse_context)]
     pub ctx_size: Option<usize>,
     /// Memory the whole program may use, as a size or auto; experts are cached in what weights and context leave
     /// [default: auto]
@@ -146,7 +146,7 @@ pub struct ConvertArgs {
     /// Width of the routed experts [default: 4]
     #[arg(long, value_name = "BITS", value_parser = parse_bits)]
     pub experts: Option<u8>,
-    /// Width of attention, dense and shared layers [default: 8]
+    /// Width of attention, dense and shared layers [default: 4]
     #[arg(long, value_name = "BITS", value_parser = parse_bits)]
     pub dense: Option<u8>,
     /// Width of embeddings and output head [default: 8]

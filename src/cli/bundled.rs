@@ -65,11 +65,13 @@ pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBu
     let start = Instant::now();
     let scratch = scratch(&cache, &name)?;
     let made = scratch.join("model");
+    let waiting = render::Waiting::begin("converting", quiet);
     let report = convert(source, &made, &options, &mut |_| {}).map_err(|e| {
         let failure = Failure::of(&e).hint(e.hint());
         let _ = fs::remove_dir_all(&scratch);
         failure
     })?;
+    drop(waiting);
     let published = fs::rename(&made, &container);
     let _ = fs::remove_dir_all(&scratch);
     if let Err(error) = published {

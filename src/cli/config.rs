@@ -293,7 +293,8 @@ impl Settings {
             }
             (None, None) => (default, why.to_owned()),
         };
-        self.add(name, value.to_string(), origin);
+        let shown = value.to_string();
+        self.add(name, shown.parse::<u64>().map_or_else(|_| Json::from(shown), Json::from), origin);
         Ok(value)
     }
 }

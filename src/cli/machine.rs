@@ -39,6 +39,8 @@ pub struct Memory {
     pub available: u64,
     /// Where `available` comes from, for people.
     pub source: String,
+    /// Whether a limit leaves less than the machine has.
+    pub limited: bool,
 }
 
 impl Machine {
@@ -94,9 +96,9 @@ fn read_memory(root: &Path) -> Memory {
     let meminfo = read(&root.join("proc/meminfo"));
     let total = kilobytes(&meminfo, "MemTotal").unwrap_or(0);
     let free = kilobytes(&meminfo, "MemAvailable").or_else(|| kilobytes(&meminfo, "MemFree")).unwrap_or(0);
-    let whole = Memory { total, available: free, source: "memory available on the machine".into() };
+    let whole = Memory { total, available: free, source: "memory available on the machine".into(), limited: false };
     match cgroup_room(root) {
-        Some((room, source)) if room < free || total == 0 => Memory { available: room, source, ..whole },
+        Some((room, source)) if room < free || total == 0 => Memory { available: room, source, limited: true, ..whole },
         _ => whole,
     }
 }
@@ -253,7 +255,7 @@ mod tests {
     fn without_limits_the_machine_decides() {
         let memory = memory(&[]);
         assert_eq!((memory.total, memory.available), (24_000_000 * 1024, 20_000_000 * 1024));
-        assert!(memory.source.contains("machine"));
+        assert!(memory.source.contains("machine") && !memory.limited);
     }
 
     #[test]
@@ -267,6 +269,7 @@ mod tests {
         ]);
         assert_eq!(memory.available, 536_870_912 - 100_000_000);
         assert_eq!(memory.source, "memory limit of the control group (/sys/fs/cgroup/a/b/memory.max)");
+        assert!(memory.limited);
     }
 
     #[test]

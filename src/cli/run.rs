@@ -19,7 +19,7 @@ use super::args::RunArgs;
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
-use super::{Done, Failure, bundled, render};
+use super::{Done, Failure, bundled, render, size};
 
 /// Longest prompt that is read, in bytes: more than any context holds.
 const PROMPT_BYTES_MAX: u64 = 256 << 20;
@@ -49,6 +49,11 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
         render::stderr(&render::settings_text(&config.settings));
     }
 
+    let memory = &machine.memory;
+    if memory.limited {
+        let (limit, room) = (&memory.source, size::show(memory.available));
+        render::note(args.quiet, &format!("the {limit} leaves {room}, less than the machine has: that is what counts"));
+    }
     let start = Instant::now();
     let waiting = render::Waiting::begin("loading the model", args.quiet);
     let mut engine = Engine::open(&config.engine(&dir, context)).map_err(engine_failure)?;
@@ -73,6 +78,9 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
             return Ok(Done::PipeClosed);
         }
         return Err(Failure::work("cannot write the answer to standard output").cause(error));
+    }
+    for line in engine.warnings() {
+        render::note(args.quiet, &line);
     }
     let outcome = outcome?;
     let mut stats = engine.stats();
@@ -181,7 +189,20 @@ fn tokenizer_failure(error: &TokenizerError) -> Failure {
 }
 
 fn engine_failure(error: EngineError) -> Failure {
-    let failure = Failure::of(&error);
+    use EngineError::{Context, EmptyPrompt, NoIndexer, NoIsa, PromptTooLong, Sampling, TokenOutOfRange};
+    let mut failure = Failure::of(&error);
+    if matches!(
+        error,
+        NoIsa(_)
+            | NoIndexer
+            | Context { .. }
+            | EmptyPrompt
+            | PromptTooLong { .. }
+            | TokenOutOfRange { .. }
+            | Sampling(_)
+    ) {
+        failure.code = 2;
+    }
     match error.hint() {
         Some(hint) => failure.hint(hint),
         None => failure,

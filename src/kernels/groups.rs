@@ -15,15 +15,8 @@ impl<'a> GroupSum<'a> {
     /// For weight row `row`, fed with sums over runs of `run` columns; `run` divides `group`.
     #[inline(always)]
     pub fn new(w: &WeightRef<'a>, row: usize, group: usize, run: usize) -> Self {
-        GroupSum::resume(w, row, group, run, 0, 0.0)
-    }
-
-    /// As [`GroupSum::new`], after the first `groups` groups, whose sum is `acc`.
-    #[inline(always)]
-    pub fn resume(w: &WeightRef<'a>, row: usize, group: usize, run: usize, groups: usize, acc: f32) -> Self {
         let runs_per_group = group / run;
-        let scales = &row_scales(w, row, group)[groups..];
-        GroupSum { scales, runs_per_group, runs_left: runs_per_group, sum: 0, acc }
+        GroupSum { scales: row_scales(w, row, group), runs_per_group, runs_left: runs_per_group, sum: 0, acc: 0.0 }
     }
 
     /// Takes the sums of the next runs.
@@ -71,4 +64,39 @@ pub(super) fn zero_padded<const N: usize>(tail: &[u8]) -> [u8; N] {
     let mut chunk = [0; N];
     chunk[..tail.len()].copy_from_slice(tail);
     chunk
+}
+
+/// Most units (runs of 32 or 64 columns whose sums a kernel takes from one register) of a row that go the fast way.
+pub(super) const MAX_UNITS: usize = 512;
+
+/// Weight rows whose additions of groups overlap. Each is a chain as long as the row has groups.
+pub(super) const CHAINS: usize = 4;
+
+/// Products of group sums and scales, of `CHAINS` rows.
+pub(super) type Products = [[f32; MAX_UNITS]; CHAINS];
+
+/// `products[g] = sum of group g as f32 * scales[g]`, from the sums of units.
+#[inline(always)]
+pub(super) fn scale_groups(units: &[i32], units_per_group: usize, scales: &[[u8; 4]], products: &mut [f32; MAX_UNITS]) {
+    let scaled = |sum: i32, scale: &[u8; 4]| sum as f32 * f32::from_le_bytes(*scale);
+    if units_per_group == 1 {
+        for ((product, sum), scale) in products.iter_mut().zip(units).zip(scales) {
+            *product = scaled(*sum, scale);
+        }
+    } else {
+        for ((product, units), scale) in products.iter_mut().zip(units.chunks(units_per_group)).zip(scales) {
+            *product = scaled(units.iter().sum(), scale);
+        }
+    }
+}
+
+/// Adds the first `groups` products of each row in order.
+#[inline(always)]
+pub(super) fn add_in_order(products: &Products, groups: usize) -> [f32; CHAINS] {
+    let mut acc = [0.0f32; CHAINS];
+    let [a, b, c, d] = products.each_ref().map(|row| &row[..groups]);
+    for g in 0..groups {
+        acc = [acc[0] + a[g], acc[1] + b[g], acc[2] + c[g], acc[3] + d[g]];
+    }
+    acc
 }

@@ -28,10 +28,10 @@ pub struct Quantized {
     cols: usize,
     scales: Vec<f32>,
     sums: Vec<i32>,
-    natural: Vec<i8>,
-    halves: Vec<i8>,
-    quarters: Vec<i8>,
-    sums8: Vec<i32>,
+    natural: Aligned<i8>,
+    halves: Aligned<i8>,
+    quarters: Aligned<i8>,
+    sums8: Aligned<i32>,
 }
 
 /// One row, borrowed by kernels.
@@ -99,10 +99,10 @@ impl Quantized {
             let row = QuantRowMut {
                 scale: &mut self.scales[i],
                 sum: &mut self.sums[i],
-                natural: &mut self.natural[i * stride..][..stride],
-                halves: &mut self.halves[i * stride..][..stride],
-                quarters: &mut self.quarters[i * stride..][..stride],
-                sums8: &mut self.sums8[i * stride / 8..][..stride / 8],
+                natural: &mut self.natural.get_mut()[i * stride..][..stride],
+                halves: &mut self.halves.get_mut()[i * stride..][..stride],
+                quarters: &mut self.quarters.get_mut()[i * stride..][..stride],
+                sums8: &mut self.sums8.get_mut()[i * stride / 8..][..stride / 8],
             };
             k.quantize_row(&x[i * cols..][..cols], row);
         }
@@ -114,10 +114,10 @@ impl Quantized {
         QuantRow {
             scale: self.scales[row],
             sum: self.sums[row],
-            natural: &self.natural[row * stride..][..stride],
-            halves: &self.halves[row * stride..][..stride],
-            quarters: &self.quarters[row * stride..][..stride],
-            sums8: &self.sums8[row * stride / 8..][..stride / 8],
+            natural: &self.natural.get()[row * stride..][..stride],
+            halves: &self.halves.get()[row * stride..][..stride],
+            quarters: &self.quarters.get()[row * stride..][..stride],
+            sums8: &self.sums8.get()[row * stride / 8..][..stride / 8],
         }
     }
 
@@ -127,11 +127,34 @@ impl Quantized {
             self.sums.resize(rows, 0);
         }
         let bytes = rows * padded(cols);
-        if self.natural.len() < bytes {
-            self.natural.resize(bytes, 0);
-            self.halves.resize(bytes, 0);
-            self.quarters.resize(bytes, 0);
-            self.sums8.resize(bytes / 8, 0);
+        self.natural.reserve(bytes);
+        self.halves.reserve(bytes);
+        self.quarters.reserve(bytes);
+        self.sums8.reserve(bytes / 8);
+    }
+}
+
+/// Elements that begin on a cache line, so that no 64-byte load of a kernel touches two.
+#[derive(Debug, Default)]
+struct Aligned<T> {
+    elements: Vec<T>,
+    first: usize,
+}
+
+impl<T: Copy + Default> Aligned<T> {
+    fn get(&self) -> &[T] {
+        &self.elements[self.first..]
+    }
+
+    fn get_mut(&mut self) -> &mut [T] {
+        &mut self.elements[self.first..]
+    }
+
+    fn reserve(&mut self, len: usize) {
+        let slack = 64 / size_of::<T>();
+        if self.elements.len() < len + slack {
+            self.elements.resize(len + slack, T::default());
+            self.first = self.elements.as_ptr().align_offset(64).min(slack);
         }
     }
 }

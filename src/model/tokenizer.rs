@@ -110,7 +110,7 @@ impl Tokenizer {
 
     /// Builds a tokenizer from the bytes of a `tokenizer.json`.
     pub fn parse(json: &[u8]) -> Result<Tokenizer, Why> {
-        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|e| Why(e.to_string()))?;
+        let mut inner = parse_untrusted(json)?;
         if inner.get_vocab_size(true) == 0 {
             return Err(Why("its vocabulary is empty".into()));
         }
@@ -244,6 +244,67 @@ impl ControlTokens {
     }
 }
 
+/// The library unwraps in places where a damaged file gets it to. Broken JSON, the usual damage, is found before; what
+/// panics after that is caught and is an error like any other.
+fn parse_untrusted(json: &[u8]) -> Result<tokenizers::Tokenizer, Why> {
+    serde_json::from_slice::<Wellformed>(json).map_err(|e| Why(format!("it is not JSON: {e}")))?;
+    match std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json)) {
+        Ok(parsed) => parsed.map_err(|e| Why(e.to_string())),
+        Err(_) => Err(Why("the tokenizer library fails on it".into())),
+    }
+}
+
+/// JSON that is read in full, strings decoded, and forgotten. (serde's `IgnoredAny` does not decode strings.)
+struct Wellformed;
+
+impl<'de> serde::Deserialize<'de> for Wellformed {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Wellformed, D::Error> {
+        deserializer.deserialize_any(Wellformed)
+    }
+}
+
+impl<'de> serde::de::Visitor<'de> for Wellformed {
+    type Value = Wellformed;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("JSON")
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<Wellformed, E> {
+        Ok(Wellformed)
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<Wellformed, E> {
+        Ok(Wellformed)
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<Wellformed, E> {
+        Ok(Wellformed)
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<Wellformed, E> {
+        Ok(Wellformed)
+    }
+
+    fn visit_str<E>(self, _: &str) -> Result<Wellformed, E> {
+        Ok(Wellformed)
+    }
+
+    fn visit_unit<E>(self) -> Result<Wellformed, E> {
+        Ok(Wellformed)
+    }
+
+    fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut items: A) -> Result<Wellformed, A::Error> {
+        while items.next_element::<Wellformed>()?.is_some() {}
+        Ok(Wellformed)
+    }
+
+    fn visit_map<A: serde::de::MapAccess<'de>>(self, mut entries: A) -> Result<Wellformed, A::Error> {
+        while entries.next_entry::<Wellformed, Wellformed>()?.is_some() {}
+        Ok(Wellformed)
+    }
+}
+
 fn is_byte_level(inner: &tokenizers::Tokenizer) -> bool {
     use tokenizers::{DecoderWrapper, PreTokenizerWrapper};
     fn pre(p: &PreTokenizerWrapper) -> bool {
@@ -253,7 +314,7 @@ fn is_byte_level(inner: &tokenizers::Tokenizer) -> bool {
             _ => false,
         }
     }
-    inner.get_pre_tokenizer().is_some_and(pre) && matches!(inner.get_decoder(), Some(DecoderWrapper::ByteLevel(_)))
+    inner.get_pre_tokenizer().is_some_and(pre) || matches!(inner.get_decoder(), Some(DecoderWrapper::ByteLevel(_)))
 }
 
 /// The character that stands for each byte in byte-level vocabularies: printable Latin-1 stands for itself, the other

@@ -279,3 +279,138 @@ pub fn open_device(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> 
         },
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::access::{Access, IoMode};
+    use crate::file::FileId;
+    use crate::plan::Segment;
+    use std::io::Write;
+
+    /// The kernel itself refuses a direct read at an odd offset; the check that would stop it is switched off.
+    #[test]
+    fn a_direct_read_the_kernel_refuses_is_repeated_through_the_page_cache() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let content: Vec<u8> = (0..40_000u32).map(|i| (i % 251) as u8).collect();
+        file.write_all(&content).unwrap();
+        file.as_file().sync_all().unwrap();
+        let pool = SlabPool::new(16384, 2).unwrap();
+        for kind in [DeviceKind::Uring, DeviceKind::Threads] {
+            for mode in [IoMode::Auto, IoMode::Direct] {
+                let mut files = FileSet::open(&[file.path().to_owned()], IoMode::Auto).unwrap();
+                if !matches!(
+                    files.access(FileId(0)),
+                    Access::Direct {
+                        offset_align: 2..,
+                        ..
+                    }
+                ) {
+                    eprintln!(
+                        "skipped: no direct reads with an alignment here: {:?}",
+                        files.describe()
+                    );
+                    return;
+                }
+                if mode == IoMode::Direct {
+                    files = FileSet::open(&[file.path().to_owned()], mode).unwrap();
+                }
+                files.force_align(1);
+                let files = Arc::new(files);
+                let cfg = DeviceConfig {
+                    kind,
+                    ..DeviceConfig::default()
+                };
+                let mut device = match open_device(&cfg, Arc::clone(&files), &pool) {
+                    Ok(device) => device,
+                    Err(error @ IoError::RingRefused { .. }) => {
+                        eprintln!("skipped: {error}");
+                        continue;
+                    }
+                    Err(error) => panic!("{error}"),
+                };
+                for tag in 0..2 {
+                    let segment = Segment {
+                        file: FileId(0),
+                        offset: 7,
+                        len: 16384,
+                        at: 0,
+                        want: 16384,
+                    };
+                    let segments = Segments::from_slice(&[segment]).unwrap();
+                    let read = Read {
+                        tag,
+                        priority: Priority::Demand,
+                        segments,
+                    };
+                    device.submit(read, pool.take().unwrap()).unwrap();
+                    let done = device.reap(Wait::Block).unwrap().unwrap();
+                    if mode == IoMode::Direct {
+                        assert!(
+                            matches!(done.result, Err(IoError::DirectRefused { .. })),
+                            "{:?}",
+                            done.result
+                        );
+                    } else {
+                        done.result.unwrap();
+                        assert_eq!(done.slab.bytes(), &content[7..7 + 16384]);
+                    }
+                }
+                assert_eq!(files.warnings().len(), usize::from(mode == IoMode::Auto));
+                assert_eq!(device.stats().retries, u64::from(mode == IoMode::Auto));
+            }
+        }
+    }
+
+    #[test]
+    fn configurations_out_of_range_are_refused() {
+        let pool = SlabPool::new(4096, 1).unwrap();
+        let files = Arc::new(FileSet::open(&[], IoMode::Auto).unwrap());
+        let ok = DeviceConfig {
+            kind: DeviceKind::Threads,
+            ..DeviceConfig::default()
+        };
+        for bad in [
+            DeviceConfig { queue: 0, ..ok },
+            DeviceConfig { queue: 65537, ..ok },
+            DeviceConfig { threads: 0, ..ok },
+            DeviceConfig { threads: 65, ..ok },
+            DeviceConfig {
+                ring_entries: 1,
+                ..ok
+            },
+            DeviceConfig {
+                ring_entries: 32769,
+                ..ok
+            },
+            DeviceConfig {
+                chunk_bytes: Some(0),
+                ..ok
+            },
+            DeviceConfig {
+                chunk_bytes: Some(65537),
+                ..ok
+            },
+        ] {
+            assert!(
+                matches!(
+                    open_device(&bad, Arc::clone(&files), &pool),
+                    Err(IoError::BadRequest { .. })
+                ),
+                "{bad:?}"
+            );
+        }
+        assert!(open_device(&ok, files, &pool).is_ok());
+    }
+
+    #[test]
+    fn names_of_kinds_are_what_is_typed() {
+        for kind in [DeviceKind::Auto, DeviceKind::Uring, DeviceKind::Threads] {
+            assert_eq!(kind.to_string().parse(), Ok(kind));
+        }
+        for mode in [IoMode::Auto, IoMode::Direct, IoMode::Buffered] {
+            assert_eq!(mode.to_string().parse(), Ok(mode));
+        }
+        assert!("mmap".parse::<DeviceKind>().is_err() && "Direct".parse::<IoMode>().is_err());
+    }
+}

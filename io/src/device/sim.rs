@@ -118,6 +118,7 @@ pub fn sim_device(cfg: &SimConfig, files: Arc<FileSet>, pool: &SlabPool) -> Resu
     let limits = Limits {
         depth_bytes: cfg.depth_bytes,
         chunk_bytes: cfg.chunk_bytes.next_multiple_of(align),
+        whole_when_waiting: usize::MAX,
         calls: cfg.calls,
         reads: cfg.queue,
     };

@@ -4,9 +4,11 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{load_bytes, load_ints, load_signed, store_floats, store_ints};
+use super::{load_bytes, load_ints, load_signed, store_ints};
 use crate::kernels::format::{Format, WeightRef};
-use crate::kernels::groups::{GroupSum, row_scales, zero_padded};
+use crate::kernels::groups::{
+    CHAINS, GroupSum, MAX_UNITS, Products, add_in_order, row_scales, scale_groups, zero_padded,
+};
 use crate::kernels::quantized::QuantRow;
 use crate::kernels::scalar;
 
@@ -40,8 +42,9 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
             };
             row_scaled::<4, _, _>(w, rows, x, |x| x.quarters, 2, tile, unpack, multiply);
         }
-        Format::Int4Group { group: 64 } => groups_of_64(w, rows, x, tile),
-        Format::Int4Group { group } if group % 8 == 0 => groups_of_any(w, rows, usize::from(group), x, tile),
+        Format::Int4Group { group } if group % 64 == 0 => groups_of_units::<true>(w, rows, group.into(), x, tile),
+        Format::Int4Group { group } if group % 32 == 0 => groups_of_units::<false>(w, rows, group.into(), x, tile),
+        Format::Int4Group { group } if group % 8 == 0 => groups_of_any(w, rows, group.into(), x, tile),
         _ => scalar::integer(w, rows, x, tile),
     }
 }
@@ -89,7 +92,7 @@ fn row_scaled<const P: usize, U, M>(
         }
     };
     match x.len() {
-        1 => row_blocks::<P, 4, 1, _, _>(w, rows.clone(), x, order, &unpack, &multiply, &mut put),
+        1 => row_blocks::<P, 1, 1, _, _>(w, rows.clone(), x, order, &unpack, &multiply, &mut put),
         2 => row_blocks::<P, 2, 2, _, _>(w, rows.clone(), x, order, &unpack, &multiply, &mut put),
         3 | 4 => row_blocks::<P, 2, 4, _, _>(w, rows.clone(), x, order, &unpack, &multiply, &mut put),
         _ => row_blocks::<P, 1, 8, _, _>(w, rows.clone(), x, order, &unpack, &multiply, &mut put),
@@ -181,82 +184,96 @@ fn total(v: __m256i) -> i32 {
     _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32::<1>(v)))
 }
 
-/// Each 32-byte load is one group of 64 columns: eight make 8 sums, which meet 8 scales at once. Four weight rows take
-/// turns, so that their chains of additions overlap.
-#[target_feature(enable = "avx2,fma,f16c")]
-fn groups_of_64(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut [f32]) {
-    let count = rows.len();
-    let mut row = rows.start;
-    while row + 4 <= rows.end {
-        for (x, out) in x.iter().zip(tile.chunks_mut(count)) {
-            let sums = group_rows::<4>(w, row, x);
-            out[row - rows.start..][..4].copy_from_slice(&sums);
-        }
-        row += 4;
-    }
-    while row < rows.end {
-        for (x, out) in x.iter().zip(tile.chunks_mut(count)) {
-            out[row - rows.start] = group_rows::<1>(w, row, x)[0];
-        }
-        row += 1;
-    }
-}
-
+/// Groups of whole units of 32 columns, or of 64 where `WIDE`; as the AVX-512 kernel of the same name.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn group_rows<const W: usize>(w: &WeightRef, row: usize, x: &QuantRow) -> [f32; W] {
-    let spans = w.cols() / 512;
-    let weights: [&[[u8; 256]]; W] = std::array::from_fn(|r| &w.row(row + r).as_chunks::<256>().0[..spans]);
-    let scales: [&[[u8; 32]]; W] =
-        std::array::from_fn(|r| &row_scales(w, row + r, 64).as_flattened().as_chunks::<32>().0[..spans]);
-    let halves = &x.halves.as_chunks::<512>().0[..spans];
-    let sums8 = &x.sums8.as_chunks::<64>().0[..spans];
-    let mut acc = [0.0f32; W];
-    for s in 0..spans {
-        let mut products = [[0.0f32; 8]; W];
-        for r in 0..W {
-            let sums = sums_of_8(&weights[r][s], &halves[s], &sums8[s]);
-            let scale = _mm256_castsi256_ps(load_bytes(&scales[r][s]));
-            store_floats(&mut products[r], _mm256_mul_ps(_mm256_cvtepi32_ps(sums), scale));
-        }
-        for g in 0..8 {
-            for r in 0..W {
-                acc[r] += products[r][g];
+fn groups_of_units<const WIDE: bool>(
+    w: &WeightRef,
+    rows: Range<usize>,
+    group: usize,
+    x: &[QuantRow],
+    tile: &mut [f32],
+) {
+    let unit = if WIDE { 64 } else { 32 };
+    let units = w.cols().div_ceil(unit);
+    if units > MAX_UNITS {
+        return groups_of_any(w, rows, group, x, tile);
+    }
+    let mut sums = [0i32; MAX_UNITS];
+    let mut products: Products = [[0.0; MAX_UNITS]; CHAINS];
+    let count = rows.len();
+    for first in (0..count).step_by(CHAINS) {
+        let block = CHAINS.min(count - first);
+        for (x, out) in x.iter().zip(tile.chunks_mut(count)) {
+            for (r, products) in products[..block].iter_mut().enumerate() {
+                let row = rows.start + first + r;
+                unit_sums::<WIDE>(w.row(row), x, &mut sums);
+                scale_groups(&sums[..units], group / unit, row_scales(w, row, group), products);
+            }
+            let totals = add_in_order(&products, w.cols().div_ceil(group));
+            for (out, total) in out[first..first + block].iter_mut().zip(totals) {
+                *out = total * x.scale;
             }
         }
     }
-    if w.cols() > 512 * spans {
-        for r in 0..W {
-            let rest = GroupSum::resume(w, row + r, 64, 8, 8 * spans, acc[r]);
-            acc[r] = chunk_sums(&w.row(row + r)[256 * spans..], w.cols() - 512 * spans, x, 8 * spans, rest);
+}
+
+/// The sums of all units of a row.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn unit_sums<const WIDE: bool>(weights: &[u8], x: &QuantRow, sums: &mut [i32; MAX_UNITS]) {
+    let halves = x.halves.as_chunks::<128>().0;
+    let sums8 = x.sums8.as_chunks::<16>().0;
+    let (spans, rest) = weights.as_chunks::<256>();
+    let mut done = 0;
+    let per_part = if WIDE { 1 } else { 2 };
+    for ((weights, halves), sums8) in spans.iter().zip(halves.as_chunks::<4>().0).zip(sums8.as_chunks::<4>().0) {
+        let weights = weights.as_chunks::<32>().0;
+        let [low, high] = sums_of_32(|k| dot_of_64(&weights[k], &halves[k / 2], &sums8[k / 2], k % 2));
+        if WIDE {
+            // Each 128-bit lane holds half of every unit's sum.
+            let [even, odd] =
+                [_mm256_permute2x128_si256::<0x20>(low, high), _mm256_permute2x128_si256::<0x31>(low, high)];
+            store_ints(sums[done..].first_chunk_mut().expect("units were counted"), _mm256_add_epi32(even, odd));
+        } else {
+            let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+            let [low, high] = [low, high].map(|v| _mm256_permutevar8x32_epi32(v, order));
+            store_ints(sums[done..].first_chunk_mut().expect("units were counted"), low);
+            store_ints(sums[done + 8..].first_chunk_mut().expect("units were counted"), high);
         }
+        done += 8 * per_part;
     }
-    acc.map(|acc| acc * x.scale)
+    for (k, weights) in (8 * spans.len()..).zip(rest.chunks(32)) {
+        let mut part = [0; 8];
+        store_ints(&mut part, dot_of_64(&zero_padded(weights), &halves[k / 2], &sums8[k / 2], k % 2));
+        for (sum, part) in sums[done..].iter_mut().zip(part.chunks(8 / per_part)) {
+            *sum = part.iter().sum();
+        }
+        done += per_part;
+    }
 }
 
-/// The sums of 8 groups of 64 columns, in order.
+/// From eight parts (8 sums of 8 columns each) the sums of 32 columns: those of part `k` in element `k` of each 128-bit
+/// lane of the first result, those of part `k + 4` in the second. Until they are complete the sums fit an i16,
+/// `32 * 8 * 127` at most.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn sums_of_8(weights: &[u8; 256], halves: &[i8; 512], sums8: &[i32; 64]) -> __m256i {
-    let weights = weights.as_chunks::<32>().0;
+fn sums_of_32(part: impl Fn(usize) -> __m256i) -> [__m256i; 2] {
+    let ones = _mm256_set1_epi16(1);
+    let join = |a, b| _mm256_madd_epi16(_mm256_packs_epi32(a, b), ones);
+    let low = join(join(part(0), part(1)), join(part(2), part(3)));
+    let high = join(join(part(4), part(5)), join(part(6), part(7)));
+    [low, high]
+}
+
+/// 8 sums of 8 columns each, offset removed, for the first or second `half` of 128 columns.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn dot_of_64(weights: &[u8; 32], halves: &[i8; 128], sums8: &[i32; 16], half: usize) -> __m256i {
     let halves = halves.as_chunks::<32>().0;
-    let sums8 = sums8.as_chunks::<8>().0;
-    let part = |k: usize| {
-        let even = 4 * (k / 2) + k % 2;
-        dot_of_64(&weights[k], &halves[even], &halves[even + 2], &sums8[k])
-    };
-    let low = _mm256_hadd_epi32(_mm256_hadd_epi32(part(0), part(1)), _mm256_hadd_epi32(part(2), part(3)));
-    let high = _mm256_hadd_epi32(_mm256_hadd_epi32(part(4), part(5)), _mm256_hadd_epi32(part(6), part(7)));
-    // Each 128-bit lane holds half of every group's sum.
-    _mm256_add_epi32(_mm256_permute2x128_si256::<0x20>(low, high), _mm256_permute2x128_si256::<0x31>(low, high))
-}
-
-/// 8 sums of 8 columns each, offset removed.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn dot_of_64(weights: &[u8; 32], even: &[i8; 32], odd: &[i8; 32], sums8: &[i32; 8]) -> __m256i {
-    let pairs = nibble_sums(nibbles(load_bytes(weights)), [load_signed(even), load_signed(odd)]);
-    _mm256_add_epi32(load_ints(sums8), _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+    let x = [load_signed(&halves[half]), load_signed(&halves[half + 2])];
+    let pairs = nibble_sums(nibbles(load_bytes(weights)), x);
+    _mm256_add_epi32(load_ints(&sums8.as_chunks::<8>().0[half]), _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
 }
 
 /// Any group that is a multiple of 8 columns.
@@ -265,23 +282,21 @@ fn groups_of_any(w: &WeightRef, rows: Range<usize>, group: usize, x: &[QuantRow]
     let count = rows.len();
     for (r, row) in rows.enumerate() {
         for (x, out) in x.iter().zip(tile.chunks_mut(count)) {
-            out[r] = chunk_sums(w.row(row), w.cols(), x, 0, GroupSum::new(w, row, group, 8)) * x.scale;
+            out[r] = chunk_sums(w.row(row), w.cols(), x, GroupSum::new(w, row, group, 8)) * x.scale;
         }
     }
 }
 
-/// Feeds `total` with the sums of `cols` columns, whose activations begin at run `first` of 64 columns, an even one.
+/// Feeds `total` with the sums of a row's runs of 8 columns.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn chunk_sums(weights: &[u8], cols: usize, x: &QuantRow, first: usize, mut total: GroupSum) -> f32 {
-    let halves = &x.halves.as_chunks::<32>().0[2 * first..];
-    let sums8 = &x.sums8.as_chunks::<8>().0[first..];
+fn chunk_sums(weights: &[u8], cols: usize, x: &QuantRow, mut total: GroupSum) -> f32 {
+    let halves = x.halves.as_chunks::<128>().0;
+    let sums8 = x.sums8.as_chunks::<16>().0;
     let runs = cols.div_ceil(8);
     for (c, weights) in weights.chunks(32).enumerate() {
-        let weights = zero_padded(weights);
-        let even = 4 * (c / 2) + c % 2;
         let mut sums = [0; 8];
-        store_ints(&mut sums, dot_of_64(&weights, &halves[even], &halves[even + 2], &sums8[c]));
+        store_ints(&mut sums, dot_of_64(&zero_padded(weights), &halves[c / 2], &sums8[c / 2], c % 2));
         total.push(&sums[..8.min(runs - 8 * c)]);
     }
     total.finish()

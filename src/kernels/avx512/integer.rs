@@ -4,9 +4,11 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{load_bytes, load_ints, load_signed, store_floats, store_ints};
+use super::{load_bytes, load_ints, load_signed, store_ints};
 use crate::kernels::format::{Format, WeightRef};
-use crate::kernels::groups::{GroupSum, row_scales, zero_padded};
+use crate::kernels::groups::{
+    CHAINS, GroupSum, MAX_UNITS, Products, add_in_order, row_scales, scale_groups, zero_padded,
+};
 use crate::kernels::quantized::QuantRow;
 use crate::kernels::scalar;
 
@@ -38,8 +40,9 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
                 },
             );
         }
-        Format::Int4Group { group: 64 } => groups_of_64(w, rows, x, tile),
-        Format::Int4Group { group } if group % 8 == 0 => groups_of_any(w, rows, usize::from(group), x, tile),
+        Format::Int4Group { group } if group % 64 == 0 => groups_of_units::<true>(w, rows, group.into(), x, tile),
+        Format::Int4Group { group } if group % 32 == 0 => groups_of_units::<false>(w, rows, group.into(), x, tile),
+        Format::Int4Group { group } if group % 8 == 0 => groups_of_any(w, rows, group.into(), x, tile),
         _ => scalar::integer(w, rows, x, tile),
     }
 }
@@ -78,11 +81,51 @@ fn row_scaled<const P: usize, U>(
         }
     };
     match x.len() {
-        1 => row_blocks::<P, 4, 1, _>(w, rows.clone(), x, order, &unpack, &mut put),
+        1 => {
+            let order = order(&x[0]);
+            for row in rows.clone() {
+                put(row, 0, row_alone::<P, U>(w.row(row), order, &unpack));
+            }
+        }
         2 => row_blocks::<P, 4, 2, _>(w, rows.clone(), x, order, &unpack, &mut put),
         3 | 4 => row_blocks::<P, 4, 4, _>(w, rows.clone(), x, order, &unpack, &mut put),
         _ => row_blocks::<P, 2, 8, _>(w, rows.clone(), x, order, &unpack, &mut put),
     }
+}
+
+/// One weight row against one activation row. Memory is the limit: bytes are read in the order they lie, which is what the
+/// hardware prefetches best, and four accumulators keep the additions out of the way.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn row_alone<const P: usize, U>(weights: &[u8], x: &[i8], unpack: &U) -> i32
+where
+    U: Fn(__m512i) -> [__m512i; P],
+{
+    let blocks = x.as_chunks::<64>().0.as_chunks::<P>().0;
+    let (chunks, tail) = weights.as_chunks::<64>();
+    let (quads, rest) = chunks.as_chunks::<4>();
+    let (x_quads, x_rest) = blocks.as_chunks::<4>();
+    let mut sums = [_mm512_setzero_si512(); 4];
+    let step = |sum: &mut __m512i, weights: &[u8; 64], x: &[[i8; 64]; P]| {
+        let fields = unpack(load_bytes(weights));
+        for p in 0..P {
+            *sum = _mm512_dpbusd_epi32(*sum, fields[p], load_signed(&x[p]));
+        }
+    };
+    for (weights, x) in quads.iter().zip(x_quads) {
+        for j in 0..4 {
+            step(&mut sums[j], &weights[j], &x[j]);
+        }
+    }
+    let x_rest = if quads.len() < x_quads.len() { x_quads[quads.len()].as_slice() } else { x_rest };
+    for (weights, x) in rest.iter().zip(x_rest) {
+        step(&mut sums[0], weights, x);
+    }
+    if !tail.is_empty() {
+        step(&mut sums[1], &zero_padded(tail), &x_rest[rest.len()]);
+    }
+    let low = _mm512_add_epi32(sums[0], sums[1]);
+    _mm512_reduce_add_epi32(_mm512_add_epi32(low, _mm512_add_epi32(sums[2], sums[3])))
 }
 
 /// `W` weight rows against `N` activation rows at a time, one accumulator each; rows left over go one by one. `N` is at
@@ -154,73 +197,95 @@ where
     sums.map(|row| row.map(|v| _mm512_reduce_add_epi32(v)))
 }
 
-/// Groups of 64 columns share a 64-byte load in pairs: eight loads make 16 sums, which meet 16 scales at once. Four weight
-/// rows take turns, so that their chains of additions overlap.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn groups_of_64(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut [f32]) {
-    let count = rows.len();
-    let mut row = rows.start;
-    while row + 4 <= rows.end {
-        for (x, out) in x.iter().zip(tile.chunks_mut(count)) {
-            let sums = group_rows::<4>(w, row, x);
-            out[row - rows.start..][..4].copy_from_slice(&sums);
-        }
-        row += 4;
-    }
-    while row < rows.end {
-        for (x, out) in x.iter().zip(tile.chunks_mut(count)) {
-            out[row - rows.start] = group_rows::<1>(w, row, x)[0];
-        }
-        row += 1;
-    }
-}
-
+/// Groups of whole units of 32 columns, or of 64 where `WIDE`.
+///
+/// One weight row at a time is read from end to end, because memory is the limit and that is what the hardware prefetches
+/// best; the additions of the groups, which must wait for each other, are put off until they can overlap with those of
+/// other rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn group_rows<const W: usize>(w: &WeightRef, row: usize, x: &QuantRow) -> [f32; W] {
-    let spans = w.cols() / 1024;
-    let weights: [&[[u8; 512]]; W] = std::array::from_fn(|r| &w.row(row + r).as_chunks::<512>().0[..spans]);
-    let scales: [&[[u8; 64]]; W] =
-        std::array::from_fn(|r| &row_scales(w, row + r, 64).as_flattened().as_chunks::<64>().0[..spans]);
-    let halves = &x.halves.as_chunks::<1024>().0[..spans];
-    let sums8 = &x.sums8.as_chunks::<128>().0[..spans];
-    let mut acc = [0.0f32; W];
-    for s in 0..spans {
-        let mut products = [[0.0f32; 16]; W];
-        for r in 0..W {
-            let sums = sums_of_16(&weights[r][s], &halves[s], &sums8[s]);
-            let scale = _mm512_castsi512_ps(load_bytes(&scales[r][s]));
-            store_floats(&mut products[r], _mm512_mul_ps(_mm512_cvtepi32_ps(sums), scale));
-        }
-        for g in 0..16 {
-            for r in 0..W {
-                acc[r] += products[r][g];
+fn groups_of_units<const WIDE: bool>(
+    w: &WeightRef,
+    rows: Range<usize>,
+    group: usize,
+    x: &[QuantRow],
+    tile: &mut [f32],
+) {
+    let unit = if WIDE { 64 } else { 32 };
+    let units = w.cols().div_ceil(unit);
+    if units > MAX_UNITS {
+        return groups_of_any(w, rows, group, x, tile);
+    }
+    let mut sums = [0i32; MAX_UNITS];
+    let mut products: Products = [[0.0; MAX_UNITS]; CHAINS];
+    let count = rows.len();
+    for first in (0..count).step_by(CHAINS) {
+        let block = CHAINS.min(count - first);
+        for (x, out) in x.iter().zip(tile.chunks_mut(count)) {
+            for (r, products) in products[..block].iter_mut().enumerate() {
+                let row = rows.start + first + r;
+                unit_sums::<WIDE>(w.row(row), x, &mut sums);
+                scale_groups(&sums[..units], group / unit, row_scales(w, row, group), products);
+            }
+            let totals = add_in_order(&products, w.cols().div_ceil(group));
+            for (out, total) in out[first..first + block].iter_mut().zip(totals) {
+                *out = total * x.scale;
             }
         }
     }
-    if w.cols() > 1024 * spans {
-        for r in 0..W {
-            let rest = GroupSum::resume(w, row + r, 64, 8, 16 * spans, acc[r]);
-            acc[r] = chunk_sums(&w.row(row + r)[512 * spans..], w.cols() - 1024 * spans, x, 8 * spans, rest);
-        }
-    }
-    acc.map(|acc| acc * x.scale)
 }
 
-/// The sums of 16 groups of 64 columns, in order.
+/// The sums of all units of a row.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn sums_of_16(weights: &[u8; 512], halves: &[i8; 1024], sums8: &[i32; 128]) -> __m512i {
-    let weights = weights.as_chunks::<64>().0;
-    let halves = halves.as_chunks::<64>().0;
-    let sums8 = sums8.as_chunks::<16>().0;
-    // Group 2k lies in the low half of part k, group 2k + 1 in the high half, each as 8 partial sums.
-    let part = |k: usize| dot_of_128(&weights[k], &halves[2 * k], &halves[2 * k + 1], &sums8[k]);
-    let pair = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    let quad = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-    let low = quad(pair(part(0), part(1)), pair(part(2), part(3)));
-    let high = quad(pair(part(4), part(5)), pair(part(6), part(7)));
-    // Each 128-bit lane now holds its share of parts 0..4 (or 4..8); two neighbouring lanes make a group.
+fn unit_sums<const WIDE: bool>(weights: &[u8], x: &QuantRow, sums: &mut [i32; MAX_UNITS]) {
+    let halves = x.halves.as_chunks::<128>().0;
+    let sums8 = x.sums8.as_chunks::<16>().0;
+    let (spans, rest) = weights.as_chunks::<512>();
+    let mut done = 0;
+    let per_part = if WIDE { 2 } else { 4 };
+    for ((weights, halves), sums8) in spans.iter().zip(halves.as_chunks::<8>().0).zip(sums8.as_chunks::<8>().0) {
+        let weights = weights.as_chunks::<64>().0;
+        let [low, high] = sums_of_32(|k| dot_of_128(&weights[k], &halves[k], &sums8[k]));
+        if WIDE {
+            store_ints(sums[done..].first_chunk_mut().expect("units were counted"), sums_of_64(low, high));
+        } else {
+            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let [low, high] = [low, high].map(|v| _mm512_permutexvar_epi32(order, v));
+            store_ints(sums[done..].first_chunk_mut().expect("units were counted"), low);
+            store_ints(sums[done + 16..].first_chunk_mut().expect("units were counted"), high);
+        }
+        done += 8 * per_part;
+    }
+    for (k, weights) in (8 * spans.len()..).zip(rest.chunks(64)) {
+        let mut part = [0; 16];
+        store_ints(&mut part, dot_of_128(&zero_padded(weights), &halves[k], &sums8[k]));
+        for (sum, part) in sums[done..].iter_mut().zip(part.chunks(16 / per_part)) {
+            *sum = part.iter().sum();
+        }
+        done += per_part;
+    }
+}
+
+/// From eight parts (16 sums of 8 columns each) the sums of 32 columns: those of part `k` in element `k` of each 128-bit
+/// lane of the first result, those of part `k + 4` in the second.
+///
+/// Until they are complete the sums fit an i16, `32 * 8 * 127` at most, so that packing and adding neighbours is two
+/// instructions for two parts.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn sums_of_32(part: impl Fn(usize) -> __m512i) -> [__m512i; 2] {
+    let ones = _mm512_set1_epi16(1);
+    let join = |a, b| _mm512_madd_epi16(_mm512_packs_epi32(a, b), ones);
+    let low = join(join(part(0), part(1)), join(part(2), part(3)));
+    let high = join(join(part(4), part(5)), join(part(6), part(7)));
+    [low, high]
+}
+
+/// The sums of 64 columns, in order, from those of 32.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn sums_of_64(low: __m512i, high: __m512i) -> __m512i {
     let sums = _mm512_add_epi32(
         _mm512_shuffle_i32x4::<0b10_00_10_00>(low, high),
         _mm512_shuffle_i32x4::<0b11_01_11_01>(low, high),
@@ -231,10 +296,11 @@ fn sums_of_16(weights: &[u8; 512], halves: &[i8; 1024], sums8: &[i32; 128]) -> _
 /// 16 sums of 8 columns each, offset removed.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn dot_of_128(weights: &[u8; 64], even: &[i8; 64], odd: &[i8; 64], sums8: &[i32; 16]) -> __m512i {
+fn dot_of_128(weights: &[u8; 64], halves: &[i8; 128], sums8: &[i32; 16]) -> __m512i {
     let fields = nibbles(load_bytes(weights));
-    let sums = _mm512_dpbusd_epi32(load_ints(sums8), fields[0], load_signed(even));
-    _mm512_dpbusd_epi32(sums, fields[1], load_signed(odd))
+    let halves = halves.as_chunks::<64>().0;
+    let sums = _mm512_dpbusd_epi32(load_ints(sums8), fields[0], load_signed(&halves[0]));
+    _mm512_dpbusd_epi32(sums, fields[1], load_signed(&halves[1]))
 }
 
 /// Any group that is a multiple of 8 columns.
@@ -243,22 +309,21 @@ fn groups_of_any(w: &WeightRef, rows: Range<usize>, group: usize, x: &[QuantRow]
     let count = rows.len();
     for (r, row) in rows.enumerate() {
         for (x, out) in x.iter().zip(tile.chunks_mut(count)) {
-            out[r] = chunk_sums(w.row(row), w.cols(), x, 0, GroupSum::new(w, row, group, 8)) * x.scale;
+            out[r] = chunk_sums(w.row(row), w.cols(), x, GroupSum::new(w, row, group, 8)) * x.scale;
         }
     }
 }
 
-/// Feeds `total` with the sums of `cols` columns, whose activations begin at block `first` of 128 columns.
+/// Feeds `total` with the sums of a row's runs of 8 columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn chunk_sums(weights: &[u8], cols: usize, x: &QuantRow, first: usize, mut total: GroupSum) -> f32 {
-    let halves = &x.halves.as_chunks::<64>().0[2 * first..];
-    let sums8 = &x.sums8.as_chunks::<16>().0[first..];
+fn chunk_sums(weights: &[u8], cols: usize, x: &QuantRow, mut total: GroupSum) -> f32 {
+    let halves = x.halves.as_chunks::<128>().0;
+    let sums8 = x.sums8.as_chunks::<16>().0;
     let runs = cols.div_ceil(8);
     for (c, weights) in weights.chunks(64).enumerate() {
-        let weights = zero_padded(weights);
         let mut sums = [0; 16];
-        store_ints(&mut sums, dot_of_128(&weights, &halves[2 * c], &halves[2 * c + 1], &sums8[c]));
+        store_ints(&mut sums, dot_of_128(&zero_padded(weights), &halves[c], &sums8[c]));
         total.push(&sums[..16.min(runs - 16 * c)]);
     }
     total.finish()

@@ -1,0 +1,393 @@
+//! Memory for slabs and weights: zeroed, 2 MiB-aligned, on huge pages where the machine has them, faulted in at once.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::ptr::NonNull;
+
+use crate::error::{Errno, IoError};
+use crate::limits::{HUGE_PAGE_BYTES, PAGE_BYTES};
+
+/// Which pages back an arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageKind {
+    /// Reserved 2 MiB pages (`vm.nr_hugepages`).
+    HugeTlb,
+    /// Transparent 2 MiB pages, all or most of the arena.
+    Transparent,
+    /// 4 KiB pages: reads cost more CPU and smaller device requests.
+    Small,
+}
+
+/// How the memory of an arena turned out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArenaReport {
+    /// Bytes reserved and faulted in.
+    pub bytes: u64,
+    /// Of those, bytes on 2 MiB pages, as `/proc/self/smaps` counts them.
+    pub huge_bytes: u64,
+    /// The kind of page.
+    pub kind: PageKind,
+    /// One line to print where the pages are smaller than wished, with the remedy.
+    pub note: Option<String>,
+}
+
+/// Zeroed memory, 2 MiB-aligned, faulted in before it is handed out, with unmapped guards on both sides.
+pub struct Arena {
+    base: NonNull<u8>,
+    bytes: usize,
+    mapping: NonNull<u8>,
+    mapping_bytes: usize,
+    hugetlb: bool,
+}
+
+// SAFETY: the arena is plain memory owned by this value; nothing in it is bound to a thread.
+unsafe impl Send for Arena {}
+// SAFETY: through `&Arena` the memory is only read; writers need `&mut Arena` or own a slab that is theirs alone.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Reserves at least `bytes`, rounded up to whole pages, and faults every page in.
+    ///
+    /// # Errors
+    /// [`IoError::Memory`] with the size where the memory cannot be had.
+    pub fn new(bytes: usize) -> Result<Arena, IoError> {
+        let too_big = || IoError::Memory {
+            bytes: bytes as u64,
+            errno: Errno(libc::ENOMEM),
+        };
+        let unit = if bytes >= HUGE_PAGE_BYTES {
+            HUGE_PAGE_BYTES
+        } else {
+            PAGE_BYTES
+        };
+        let rounded = bytes
+            .max(1)
+            .checked_next_multiple_of(unit)
+            .ok_or_else(too_big)?;
+        if rounded > isize::MAX as usize - 4 * HUGE_PAGE_BYTES {
+            return Err(too_big());
+        }
+        if let Some(arena) = Arena::reserved_huge(rounded) {
+            arena.advise(libc::MADV_DONTFORK);
+            return Ok(arena);
+        }
+        let arena = Arena::anonymous(rounded)?;
+        // Advice may be refused by an old kernel; the report says which pages came of it.
+        arena.advise(libc::MADV_HUGEPAGE);
+        arena.advise(libc::MADV_DONTFORK);
+        arena.populate()?;
+        Ok(arena)
+    }
+
+    /// First byte of the memory.
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    /// Bytes of the arena.
+    pub fn len_bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The memory.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: `base..base + bytes` is mapped, initialised (zero pages) and lives as long as `self`; `&self` and
+        // the slab discipline of `SlabPool`, which never hands its arena out, keep writers away.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.bytes) }
+    }
+
+    /// The memory, writable.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as `as_slice`, and `&mut self` makes this the only view.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.bytes) }
+    }
+
+    /// Which pages back the arena now.
+    pub fn report(&self) -> ArenaReport {
+        let bytes = self.bytes as u64;
+        if self.hugetlb {
+            return ArenaReport {
+                bytes,
+                huge_bytes: bytes,
+                kind: PageKind::HugeTlb,
+                note: None,
+            };
+        }
+        let start = self.base.as_ptr() as u64;
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+        let huge_bytes = anon_huge_bytes(&smaps, start, start + bytes).min(bytes);
+        let kind = if huge_bytes * 2 >= bytes {
+            PageKind::Transparent
+        } else {
+            PageKind::Small
+        };
+        let wished = bytes - bytes % HUGE_PAGE_BYTES as u64;
+        let note = (huge_bytes < wished).then(|| {
+            format!(
+                "{} of {} MiB of buffers are on 4 KiB pages: expect up to half the read speed and 10 times the CPU; \
+                 set /sys/kernel/mm/transparent_hugepage/enabled to madvise, or reserve vm.nr_hugepages",
+                (wished - huge_bytes) >> 20,
+                wished >> 20
+            )
+        });
+        ArenaReport {
+            bytes,
+            huge_bytes,
+            kind,
+            note,
+        }
+    }
+
+    fn reserved_huge(bytes: usize) -> Option<Arena> {
+        if !bytes.is_multiple_of(HUGE_PAGE_BYTES) {
+            return None;
+        }
+        let flags =
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
+        let mapping = map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags).ok()?;
+        // mmap reserved the pages, but a cgroup may still refuse them: then the arena falls back to ordinary memory.
+        let arena = Arena {
+            base: mapping,
+            bytes,
+            mapping,
+            mapping_bytes: bytes,
+            hugetlb: true,
+        };
+        (arena.advise(libc::MADV_POPULATE_WRITE) == 0).then_some(arena)
+    }
+
+    fn anonymous(bytes: usize) -> Result<Arena, IoError> {
+        // One huge page of slack to align, and at least a page of guard on each side, so that no neighbour merges
+        // with the mapping and the report counts only its own pages.
+        let mapping_bytes = bytes + 2 * HUGE_PAGE_BYTES;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let refused = |errno| IoError::Memory {
+            bytes: bytes as u64,
+            errno,
+        };
+        let mapping = map(mapping_bytes, libc::PROT_NONE, flags).map_err(refused)?;
+        let start = mapping.as_ptr() as usize;
+        let skip = (start + PAGE_BYTES).next_multiple_of(HUGE_PAGE_BYTES) - start;
+        debug_assert!(skip + bytes < mapping_bytes);
+        // SAFETY: `skip + bytes` is below `mapping_bytes`, so the address stays inside the mapping.
+        let base = unsafe { mapping.add(skip) };
+        let arena = Arena {
+            base,
+            bytes,
+            mapping,
+            mapping_bytes,
+            hugetlb: false,
+        };
+        // SAFETY: the range was just mapped by this function and nobody else knows it.
+        let rc = unsafe {
+            libc::mprotect(
+                base.as_ptr().cast(),
+                bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+            )
+        };
+        if rc != 0 {
+            return Err(refused(Errno::last()));
+        }
+        Ok(arena)
+    }
+
+    /// Faults every page in, several threads at a time for big arenas: first touch costs over a second a GiB.
+    fn populate(&self) -> Result<(), IoError> {
+        let pieces = (self.bytes / (256 << 20)).clamp(1, available_threads().min(8));
+        let piece = (self.bytes / pieces).next_multiple_of(HUGE_PAGE_BYTES);
+        let results: Vec<i32> = std::thread::scope(|scope| {
+            let workers: Vec<_> = (1..pieces)
+                .map(|index| scope.spawn(move || self.populate_range(index * piece, piece)))
+                .collect();
+            let first = self.populate_range(0, piece);
+            workers
+                .into_iter()
+                .map(|worker| worker.join().unwrap_or(libc::ENOMEM))
+                .chain([first])
+                .collect()
+        });
+        match results.into_iter().find(|errno| *errno != 0) {
+            Some(errno) => Err(IoError::Memory {
+                bytes: self.bytes as u64,
+                errno: Errno(errno),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// Faults `len` bytes at `from` in, as far as they lie inside; the errno, or 0.
+    fn populate_range(&self, from: usize, len: usize) -> i32 {
+        let end = (from + len).min(self.bytes);
+        if from >= end {
+            return 0;
+        }
+        loop {
+            // SAFETY: `from` is below `bytes`, so the address is inside the mapping.
+            let start = unsafe { self.base.add(from) };
+            // SAFETY: the range is part of this mapping; populating changes no byte.
+            let rc = unsafe {
+                libc::madvise(start.as_ptr().cast(), end - from, libc::MADV_POPULATE_WRITE)
+            };
+            match if rc == 0 { 0 } else { Errno::last().0 } {
+                0 => return 0,
+                libc::EINTR | libc::EAGAIN => {}
+                // Kernels before 5.14 do not know the advice: touch each page instead.
+                libc::EINVAL => {
+                    for page in (from..end).step_by(PAGE_BYTES) {
+                        // SAFETY: `page` is below `bytes`, so the address is inside the mapping.
+                        let address = unsafe { self.base.add(page) };
+                        // SAFETY: the page is writable, still zero, and not shared with anybody before `new` returns.
+                        unsafe { address.write_volatile(0) };
+                    }
+                    return 0;
+                }
+                errno => return errno,
+            }
+        }
+    }
+
+    fn advise(&self, advice: i32) -> i32 {
+        // SAFETY: the range is exactly this mapping's writable part; none of the advices used discards data.
+        unsafe { libc::madvise(self.base.as_ptr().cast(), self.bytes, advice) }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by `map` with this size; slabs and devices hold an `Arc` of the pool, so no
+        // borrower and no read in flight is left when the last owner drops it.
+        let rc = unsafe { libc::munmap(self.mapping.as_ptr().cast(), self.mapping_bytes) };
+        debug_assert_eq!(rc, 0, "munmap of {} bytes", self.mapping_bytes);
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena")
+            .field("bytes", &self.bytes)
+            .field("hugetlb", &self.hugetlb)
+            .finish()
+    }
+}
+
+fn map(bytes: usize, protection: i32, flags: i32) -> Result<NonNull<u8>, Errno> {
+    // SAFETY: an anonymous mapping at an address of the kernel's choice touches no existing memory.
+    let address = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
+    if address == libc::MAP_FAILED {
+        return Err(Errno::last());
+    }
+    NonNull::new(address.cast()).ok_or(Errno(libc::ENOMEM))
+}
+
+fn available_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, |count| count.get())
+}
+
+/// Sum of `AnonHugePages` over the mappings of `smaps` that overlap `start..end`.
+fn anon_huge_bytes(smaps: &str, start: u64, end: u64) -> u64 {
+    let mut inside = false;
+    let mut kib = 0;
+    for line in smaps.lines() {
+        if let Some((from, to)) = mapping_range(line) {
+            inside = from < end && to > start;
+        } else if inside && let Some(rest) = line.strip_prefix("AnonHugePages:") {
+            kib += rest
+                .trim()
+                .trim_end_matches("kB")
+                .trim()
+                .parse::<u64>()
+                .unwrap_or(0);
+        }
+    }
+    kib * 1024
+}
+
+/// The address range a mapping's first line starts with.
+fn mapping_range(line: &str) -> Option<(u64, u64)> {
+    let (from, to) = line.split_whitespace().next()?.split_once('-')?;
+    Some((
+        u64::from_str_radix(from, 16).ok()?,
+        u64::from_str_radix(to, 16).ok()?,
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_arena_is_zero_whole_and_writable_to_its_last_byte() {
+        for bytes in [1, 4097, (2 << 20) + 1, 300 << 20] {
+            let mut arena = Arena::new(bytes).unwrap();
+            assert!(arena.len_bytes() >= bytes && arena.len_bytes() < bytes + HUGE_PAGE_BYTES);
+            assert!(arena.as_slice().iter().all(|byte| *byte == 0));
+            arena.as_mut_slice().fill(9);
+            assert_eq!(arena.as_slice().last(), Some(&9));
+        }
+        assert!(matches!(
+            Arena::new(usize::MAX),
+            Err(IoError::Memory { .. })
+        ));
+        assert!(matches!(Arena::new(1 << 50), Err(IoError::Memory { .. })));
+    }
+
+    #[test]
+    fn huge_pages_are_counted_over_the_mappings_of_the_arena_only() {
+        let smaps = "7f0000000000-7f0000200000 rw-p 00000000 00:00 0\nSize: 2048 kB\nAnonHugePages:      2048 kB\n\
+                     7f0000200000-7f0000400000 rw-p 00000000 00:00 0\nAnonHugePages:         0 kB\n\
+                     7f0000400000-7f0000800000 rw-p 00000000 00:00 0\nAnonHugePages:      4096 kB\n";
+        assert_eq!(
+            anon_huge_bytes(smaps, 0x7f00_0000_0000, 0x7f00_0040_0000),
+            2 << 20
+        );
+        assert_eq!(
+            anon_huge_bytes(smaps, 0x7f00_0020_0000, 0x7f00_0040_0000),
+            0
+        );
+        assert_eq!(
+            anon_huge_bytes(smaps, 0x7f00_0000_0000, 0x7f00_0080_0000),
+            6 << 20
+        );
+        assert_eq!(anon_huge_bytes("", 0, u64::MAX), 0);
+    }
+
+    /// Huge pages are forbidden to a whole process, so this runs in a child, which is this test again.
+    #[test]
+    fn without_huge_pages_the_arena_works_and_says_what_it_costs() {
+        if std::env::var_os("MILLSTREAM_IO_NO_THP").is_none() {
+            let name = "arena::tests::without_huge_pages_the_arena_works_and_says_what_it_costs";
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            let output = child
+                .args(["--exact", name])
+                .env("MILLSTREAM_IO_NO_THP", "1")
+                .output()
+                .unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(
+                output.status.success() && text.contains("1 passed"),
+                "{output:?}"
+            );
+            return;
+        }
+        // SAFETY: the call takes numbers only and changes how this process's later mappings are backed.
+        let rc = unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) };
+        assert_eq!(rc, 0);
+        let mut arena = Arena::new(8 << 20).unwrap();
+        let report = arena.report();
+        if report.kind == PageKind::HugeTlb {
+            eprintln!("skipped: huge pages are reserved here");
+            return;
+        }
+        assert_eq!(
+            (report.bytes, report.huge_bytes, report.kind),
+            (8 << 20, 0, PageKind::Small)
+        );
+        let note = report.note.unwrap();
+        assert!(
+            note.contains("8 of 8 MiB") && note.contains("transparent_hugepage"),
+            "{note}"
+        );
+        arena.as_mut_slice().fill(1);
+    }
+}

@@ -1,0 +1,428 @@
+//! The machine refuses something: what runs instead, and what it says.
+//!
+//! Filters and limits hold for a whole process or thread, so most cases run in a child, which is this program again.
+#![allow(
+    clippy::unwrap_used,
+    reason = "a helper that fails is a test that fails"
+)]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use common::{
+    Model, check_bytes, child, demand, is_root, open_to_all, plan_of, span, succeeded, write_file,
+};
+use millstream_io::{
+    Access, Device, DeviceConfig, DeviceKind, Errno, FileId, FileSet, IoError, IoMode, PageKind,
+    SlabPool, Wait, open_device,
+};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+
+const MIB: u64 = 1 << 20;
+
+/// Reads a file of 1 MiB + 1 through `device`, twice.
+fn reads_well(device: &mut dyn Device, files: &FileSet, pool: &SlabPool) {
+    let spans = [span(0, 1, MIB)];
+    let plan = plan_of(files, &spans);
+    for tag in 0..2 {
+        device
+            .submit(demand(tag, &plan), pool.take().unwrap())
+            .unwrap();
+        let done = device.reap(Wait::Block).unwrap().unwrap();
+        done.result.unwrap();
+        check_bytes(&plan, &spans, done.slab.bytes(), device.describe().name);
+    }
+}
+
+fn pool_for_mib() -> SlabPool {
+    SlabPool::new(2 * MIB as usize, 2).unwrap()
+}
+
+/// A file in a directory that every user can reach.
+fn public_file() -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir_in("/tmp").unwrap();
+    open_to_all(dir.path());
+    let path = write_file(dir.path(), 0, MIB + 1);
+    (dir, path)
+}
+
+/// Forbids io_uring to this thread and those it starts.
+fn forbid_io_uring(action: SeccompAction) {
+    let arch = TargetArch::try_from(std::env::consts::ARCH).unwrap();
+    let calls = [
+        libc::SYS_io_uring_setup,
+        libc::SYS_io_uring_enter,
+        libc::SYS_io_uring_register,
+    ];
+    let rules: BTreeMap<i64, Vec<_>> = calls.into_iter().map(|call| (call, vec![])).collect();
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, action, arch).unwrap();
+    let program = BpfProgram::try_from(filter).unwrap();
+    seccompiler::apply_filter(&program).unwrap();
+}
+
+fn config(kind: DeviceKind) -> DeviceConfig {
+    DeviceConfig {
+        kind,
+        ..DeviceConfig::default()
+    }
+}
+
+/// Runs what the parent asked for; nothing when run as an ordinary test.
+#[test]
+fn child_entry() {
+    let Ok(case) = std::env::var("MILLSTREAM_IO_CASE") else {
+        return;
+    };
+    let (name, argument) = case.split_once('=').unwrap_or((&case, ""));
+    let pool = |slabs| SlabPool::new(20 * MIB as usize, slabs).unwrap();
+    match name {
+        "killed-ring" => {
+            let (_dir, path) = public_file();
+            let files = Arc::new(FileSet::open(&[path], IoMode::Auto).unwrap());
+            forbid_io_uring(SeccompAction::KillProcess);
+            drop(open_device(
+                &config(DeviceKind::Uring),
+                files,
+                &pool_for_mib(),
+            ));
+        }
+        "killed-threads" => {
+            let (_dir, path) = public_file();
+            forbid_io_uring(SeccompAction::KillProcess);
+            let (files, pool) = (
+                Arc::new(FileSet::open(&[path], IoMode::Auto).unwrap()),
+                pool_for_mib(),
+            );
+            let mut device =
+                open_device(&config(DeviceKind::Threads), Arc::clone(&files), &pool).unwrap();
+            assert_eq!(device.describe().fallback, None);
+            reads_well(&mut *device, &files, &pool);
+        }
+        "memlock-0" => {
+            let (_dir, path) = public_file();
+            let (files, pool) = (
+                Arc::new(FileSet::open(&[path], IoMode::Auto).unwrap()),
+                pool(1),
+            );
+            match open_device(&config(DeviceKind::Uring), Arc::clone(&files), &pool) {
+                Err(error @ IoError::RingRefused { .. }) => assert!(error.hint().is_some()),
+                Err(error) => panic!("{error}"),
+                // Kernels differ in what they count; without registration nothing has to be locked.
+                Ok(device) => println!(
+                    "the ring works without locked memory: {:?}",
+                    device.describe()
+                ),
+            }
+            let mut device =
+                open_device(&config(DeviceKind::Auto), Arc::clone(&files), &pool).unwrap();
+            println!("report {:?}", device.describe());
+            reads_well(&mut *device, &files, &pool);
+        }
+        "memlock-8" => {
+            let (_dir, path) = public_file();
+            let (files, pool) = (
+                Arc::new(FileSet::open(&[path], IoMode::Auto).unwrap()),
+                pool(4),
+            );
+            let mut device =
+                open_device(&config(DeviceKind::Auto), Arc::clone(&files), &pool).unwrap();
+            println!("report {:?}", device.describe());
+            if device.describe().name == "io_uring" {
+                assert_eq!(device.describe().registered_bytes, 0, "80 MiB do not fit 8");
+                assert_eq!(device.describe().notes.len(), 1);
+                let note = &device.describe().notes[0];
+                assert!(
+                    note.contains("80 MiB") && note.contains("8 MiB") && note.contains("ulimit -l"),
+                    "{note}"
+                );
+            }
+            reads_well(&mut *device, &files, &pool);
+        }
+        "unreadable" => {
+            let error = FileSet::open(&[PathBuf::from(argument)], IoMode::Auto).unwrap_err();
+            let IoError::Open { path, errno } = &error else {
+                panic!("{error:?}")
+            };
+            assert_eq!((path.to_str(), errno.name()), (Some(argument), "EACCES"));
+        }
+        "descriptors" => {
+            let dir = tempfile::tempdir_in("/tmp").unwrap();
+            let paths: Vec<_> = (0..64)
+                .map(|file| write_file(dir.path(), file, 10))
+                .collect();
+            let error = FileSet::open(&paths, IoMode::Auto).unwrap_err();
+            let IoError::Open { path, errno } = &error else {
+                panic!("{error:?}")
+            };
+            assert_eq!(errno.name(), "EMFILE");
+            assert!(paths.iter().any(|known| **known == **path));
+            assert!(error.hint().unwrap().contains("ulimit -n"));
+        }
+        "address-space" => {
+            let Err(error) = SlabPool::new(20 * MIB as usize, 100) else {
+                panic!("2 GiB fit into 1")
+            };
+            assert_eq!(
+                error,
+                IoError::Memory {
+                    bytes: 2_097_152_000,
+                    errno: Errno(libc::ENOMEM)
+                }
+            );
+            assert!(error.hint().is_some());
+        }
+        _ => panic!("unknown case {name}"),
+    }
+}
+
+#[test]
+fn io_uring_denied_by_a_filter_falls_back_with_the_cause() {
+    let model = Model::new(&[MIB + 1]);
+    for errno in [libc::EPERM, libc::ENOSYS] {
+        let paths = model.paths.clone();
+        // The filter dies with this thread, and every thread it starts inherits it.
+        let thread = std::thread::spawn(move || {
+            forbid_io_uring(SeccompAction::Errno(errno as u32));
+            let pool = pool_for_mib();
+            for mode in [IoMode::Auto, IoMode::Buffered] {
+                let files = Arc::new(FileSet::open(&paths, mode).unwrap());
+                let error = open_device(&config(DeviceKind::Uring), Arc::clone(&files), &pool)
+                    .err()
+                    .unwrap();
+                let IoError::RingRefused {
+                    step,
+                    errno: got,
+                    remedy,
+                } = &error
+                else {
+                    panic!("{error:?}")
+                };
+                assert_eq!((*step, got.0), ("io_uring_setup", errno));
+                assert!(
+                    remedy.contains("seccomp") || remedy.contains("io_uring_disabled"),
+                    "{remedy}"
+                );
+
+                let mut device =
+                    open_device(&config(DeviceKind::Auto), Arc::clone(&files), &pool).unwrap();
+                let report = device.describe().clone();
+                assert_eq!(report.name, "threads");
+                let fallback = report.fallback.unwrap();
+                assert!(!fallback.contains('\n'));
+                if matches!(files.access(FileId(0)), Access::Direct { .. }) {
+                    assert!(
+                        fallback.contains("io_uring_setup")
+                            && fallback.contains(Errno(errno).name()),
+                        "{fallback}"
+                    );
+                }
+                reads_well(&mut *device, &files, &pool);
+                drop(device);
+                assert_eq!(pool.free(), 2);
+            }
+        });
+        thread.join().unwrap();
+    }
+}
+
+#[test]
+fn a_filter_that_kills_spares_the_reader_threads() {
+    use std::os::unix::process::ExitStatusExt;
+    let killed = child("child_entry", "killed-ring", "", false);
+    assert_eq!(
+        killed.status.signal(),
+        Some(libc::SIGSYS),
+        "the filter works: {killed:?}"
+    );
+    succeeded(child("child_entry", "killed-threads", "", false));
+}
+
+#[test]
+fn without_lockable_memory_something_still_reads() {
+    let text = succeeded(child("child_entry", "memlock-0", "ulimit -l 0", true));
+    eprintln!("{text}");
+}
+
+#[test]
+fn slabs_beyond_the_lock_limit_are_read_unregistered_with_one_note() {
+    let text = succeeded(child("child_entry", "memlock-8", "ulimit -l 8192", true));
+    eprintln!("{text}");
+}
+
+#[test]
+fn an_arena_that_does_not_fit_is_refused_with_its_size() {
+    succeeded(child(
+        "child_entry",
+        "address-space",
+        "ulimit -v 1048576",
+        false,
+    ));
+    // More than any address space holds.
+    assert!(matches!(
+        SlabPool::new(1 << 30, 1 << 30),
+        Err(IoError::Memory { .. })
+    ));
+    assert!(matches!(
+        SlabPool::new((1 << 30) + 1, 1),
+        Err(IoError::BadRequest { .. })
+    ));
+    assert!(matches!(
+        SlabPool::new(0, 1),
+        Err(IoError::BadRequest { .. })
+    ));
+    assert!(matches!(
+        SlabPool::new(1, 0),
+        Err(IoError::BadRequest { .. })
+    ));
+}
+
+#[test]
+fn direct_refused_at_open_is_buffered_or_an_error() {
+    let path = PathBuf::from("/proc/version");
+    let files = FileSet::open(std::slice::from_ref(&path), IoMode::Auto).unwrap();
+    let Access::Buffered { why: Some(why) } = files.access(FileId(0)) else {
+        panic!("{:?}", files.access(FileId(0)))
+    };
+    assert!(why.contains("EINVAL"), "{why}");
+    let lines = files.describe();
+    assert!(
+        lines.len() == 1 && lines[0].contains("version") && lines[0].contains("EINVAL"),
+        "{lines:?}"
+    );
+    let error = FileSet::open(std::slice::from_ref(&path), IoMode::Direct).unwrap_err();
+    assert!(
+        matches!(&error, IoError::DirectRefused { path: named, .. } if **named == *path),
+        "{error:?}"
+    );
+    assert!(error.hint().is_some());
+    let asked = FileSet::open(&[path], IoMode::Buffered).unwrap();
+    assert_eq!(asked.access(FileId(0)), &Access::Buffered { why: None });
+}
+
+#[test]
+fn direct_accepted_and_ignored_is_reported_and_not_called_direct() {
+    let Ok(dir) = tempfile::tempdir_in("/dev/shm") else {
+        eprintln!("skipped: no /dev/shm");
+        return;
+    };
+    let path = write_file(dir.path(), 0, MIB + 1);
+    let files = Arc::new(FileSet::open(std::slice::from_ref(&path), IoMode::Auto).unwrap());
+    match files.access(FileId(0)) {
+        // Before 6.6 the open itself was refused.
+        Access::SilentlyBuffered { .. } | Access::Buffered { why: Some(_) } => {}
+        Access::Direct { .. } | Access::Buffered { why: None } => {
+            panic!("{:?}", files.access(FileId(0)))
+        }
+    }
+    assert!(matches!(
+        FileSet::open(&[path], IoMode::Direct),
+        Err(IoError::DirectRefused { .. })
+    ));
+    for kind in [DeviceKind::Auto, DeviceKind::Threads] {
+        let pool = pool_for_mib();
+        let mut device = open_device(&config(kind), Arc::clone(&files), &pool).unwrap();
+        assert_eq!(device.describe().name, "threads");
+        assert_eq!(
+            device.describe().fallback.is_some(),
+            kind == DeviceKind::Auto
+        );
+        reads_well(&mut *device, &files, &pool);
+    }
+}
+
+#[test]
+fn a_shard_that_cannot_be_opened_is_named() {
+    let model = Model::new(&[10, 10]);
+    let missing = model.dir.path().join("part-9.bin");
+    let paths = vec![
+        model.paths[0].clone(),
+        missing.clone(),
+        model.paths[1].clone(),
+    ];
+    let error = FileSet::open(&paths, IoMode::Auto).unwrap_err();
+    assert_eq!(
+        error,
+        IoError::Open {
+            path: Arc::from(&*missing),
+            errno: Errno(libc::ENOENT)
+        }
+    );
+    assert!(error.to_string().contains("part-9.bin") && error.hint().is_some());
+
+    let error = FileSet::open(&[model.dir.path().to_owned()], IoMode::Auto).unwrap_err();
+    assert!(matches!(error, IoError::NotAFile { .. }));
+
+    let (_dir, path) = public_file();
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o000)).unwrap();
+    succeeded(child(
+        "child_entry",
+        &format!("unreadable={}", path.display()),
+        "",
+        true,
+    ));
+    succeeded(child("child_entry", "descriptors", "ulimit -n 32", false));
+    if !is_root() {
+        eprintln!("note: run as root to test the change of user as well");
+    }
+}
+
+#[test]
+fn a_file_replaced_resized_or_rewritten_is_noticed() {
+    let change = |what: &dyn Fn(&std::path::Path)| {
+        let model = Model::new(&[100, 200]);
+        let files = model.open(IoMode::Auto);
+        files.check_unchanged().unwrap();
+        what(&model.paths[1]);
+        let error = files.check_unchanged().unwrap_err();
+        assert!(
+            matches!(&error, IoError::Changed { path, .. } if **path == *model.paths[1]),
+            "{error:?}"
+        );
+        // The descriptor still leads to the file that was opened, whatever the name does.
+        assert_eq!(files.len_bytes(FileId(1)), 200);
+        error.to_string()
+    };
+    let replaced = change(&|path| {
+        let copy = path.with_extension("new");
+        std::fs::copy(path, &copy).unwrap();
+        std::fs::rename(copy, path).unwrap();
+    });
+    assert!(replaced.contains("another file"), "{replaced}");
+    let resized = change(&|path| {
+        std::fs::OpenOptions::new()
+            .write(true)
+            .open(path)
+            .unwrap()
+            .set_len(150)
+            .unwrap()
+    });
+    assert!(resized.contains("150 bytes, were 200"), "{resized}");
+    let gone = change(&|path| std::fs::remove_file(path).unwrap());
+    assert!(gone.contains("ENOENT"), "{gone}");
+    let rewritten = change(&|path| {
+        let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+        file.set_modified(std::time::SystemTime::UNIX_EPOCH)
+            .unwrap();
+    });
+    assert!(rewritten.contains("modification time"), "{rewritten}");
+}
+
+#[test]
+fn the_arena_says_which_pages_it_has() {
+    let pool = SlabPool::new(19 * MIB as usize, 4).unwrap();
+    let report = pool.report();
+    assert_eq!(
+        report.bytes,
+        80 * MIB,
+        "a slab of 19 MiB has a stride of 20"
+    );
+    assert!(report.huge_bytes <= report.bytes);
+    match report.kind {
+        PageKind::HugeTlb => assert_eq!(report.huge_bytes, report.bytes),
+        PageKind::Transparent => assert!(report.huge_bytes * 2 >= report.bytes),
+        PageKind::Small => assert!(report.note.is_some()),
+    }
+}

@@ -1,0 +1,13 @@
+//! The manual: what the program does and why it does it so. Modules of prose, no code.
+
+#[doc = include_str!("design.md")]
+pub mod design {}
+
+#[doc = include_str!("arithmetic.md")]
+pub mod arithmetic {}
+
+#[doc = include_str!("files.md")]
+pub mod files {}
+
+#[doc = include_str!("reading.md")]
+pub mod reading {}

@@ -1,0 +1,380 @@
+//! The program as people run it: whole commands, their output, their exit codes.
+
+#![allow(clippy::unwrap_used)]
+
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+const FOX: &str = "Tell me a story about a fox.";
+
+fn bundled() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")
+}
+
+/// One cache for all tests that do not care where it is.
+fn cache() -> &'static Path {
+    static CACHE: OnceLock<TempDir> = OnceLock::new();
+    CACHE.get_or_init(|| tempfile::tempdir().unwrap()).path()
+}
+
+/// The program without any of the caller's settings.
+fn millstream(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+    let settings = std::env::vars_os().map(|(name, _)| name).filter(|n| n.to_string_lossy().starts_with("MILLSTREAM_"));
+    settings.for_each(|name| {
+        command.env_remove(name);
+    });
+    command.args(arguments).env("XDG_CACHE_HOME", cache()).stdin(Stdio::null());
+    command
+}
+
+fn run(arguments: &[&str]) -> Output {
+    millstream(&[&["run"], arguments].concat()).output().unwrap()
+}
+
+fn stdout(output: &Output) -> &str {
+    std::str::from_utf8(&output.stdout).unwrap()
+}
+
+fn stderr(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).unwrap()
+}
+
+#[track_caller]
+fn answer(arguments: &[&str]) -> String {
+    let output = run(arguments);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    stdout(&output).to_owned()
+}
+
+#[track_caller]
+fn refused(output: &Output, code: i32, words: &[&str]) {
+    assert_eq!(output.status.code(), Some(code), "{}", stderr(output));
+    assert_eq!(stdout(output), "");
+    for word in words {
+        assert!(stderr(output).contains(word), "no {word:?} in: {}", stderr(output));
+    }
+}
+
+fn reference(prompt: &str) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/glm-tales-ids.json");
+    let mut json: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    json["prompts"][prompt].take()
+}
+
+fn list(ids: &Value) -> String {
+    ids.as_array().unwrap().iter().map(Value::to_string).collect::<Vec<_>>().join(" ")
+}
+
+/// The FP8 checkpoint with exact arithmetic, which gives the reference's tokens.
+fn exact<'a>(arguments: &[&'a str]) -> Vec<&'a str> {
+    static DIR: OnceLock<String> = OnceLock::new();
+    let dir = DIR.get_or_init(|| bundled().to_str().unwrap().to_owned());
+    [&["-m", dir, "--activations", "f32", "--temp", "0", "-n", "48", "--ignore-eos"], arguments].concat()
+}
+
+#[test]
+fn a_chat_is_the_text_of_the_reference() {
+    let expected = reference("chat")["greedy_text"].as_str().unwrap().to_owned();
+    assert_eq!(answer(&exact(&["-p", FOX])), expected + "\n");
+}
+
+#[test]
+fn a_raw_prompt_gets_nothing_added() {
+    for prompt in ["unicode", "single"] {
+        let reference = reference(prompt);
+        let text = answer(&exact(&["--raw", "-p", reference["text"].as_str().unwrap()]));
+        assert_eq!(text, reference["greedy_text"].as_str().unwrap().to_owned() + "\n", "{prompt}");
+    }
+}
+
+#[test]
+fn ids_go_in_and_come_out() {
+    let reference = reference("short");
+    let prompt = list(&reference["ids"]);
+    assert_eq!(answer(&exact(&["--ids", "-q", "-p", &prompt])), list(&reference["greedy"]) + "\n");
+    let json: Value =
+        serde_json::from_str(&answer(&exact(&["--ids", "--json", "-p", &prompt.replace(' ', ", ")]))).unwrap();
+    assert_eq!(json["ids"], reference["greedy"]);
+    assert_eq!(json["text"], reference["greedy_text"]);
+    assert_eq!(json["prompt_tokens"], 10);
+}
+
+#[test]
+fn prompts_come_from_files_and_pipes() {
+    let expected = answer(&["-q", "--temp", "0", "-n", "8", "-p", FOX]);
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("prompt.txt");
+    std::fs::write(&file, format!("{FOX}\n")).unwrap();
+    assert_eq!(answer(&["-q", "--temp", "0", "-n", "8", "-f", file.to_str().unwrap()]), expected);
+    for arguments in [&["run", "-q", "--temp", "0", "-n", "8"][..], &["run", "-q", "--temp", "0", "-n", "8", "-f", "-"]]
+    {
+        let mut child =
+            millstream(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(format!("{FOX}\r\n").as_bytes()).unwrap();
+        assert_eq!(stdout(&child.wait_with_output().unwrap()), expected);
+    }
+}
+
+#[test]
+fn the_first_use_converts_once_even_when_two_begin() {
+    let cache = tempfile::tempdir().unwrap();
+    let begin = || {
+        millstream(&["run", "--temp", "0", "-n", "4", "-p", FOX])
+            .env("XDG_CACHE_HOME", cache.path())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let both = [begin(), begin()].map(|child| child.wait_with_output().unwrap());
+    for output in &both {
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
+        assert_eq!(stdout(output), stdout(&both[0]));
+    }
+    assert!(both.iter().any(|output| stderr(output).contains("first use: converting")));
+    let third = begin().wait_with_output().unwrap();
+    assert!(!stderr(&third).contains("first use"), "{}", stderr(&third));
+    let left: Vec<_> =
+        std::fs::read_dir(cache.path().join("millstream")).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(left.len(), 1, "{left:?}");
+}
+
+#[test]
+fn a_damaged_copy_is_made_anew() {
+    let cache = tempfile::tempdir().unwrap();
+    let go = || {
+        millstream(&["run", "--temp", "0", "-n", "4", "-p", FOX]).env("XDG_CACHE_HOME", cache.path()).output().unwrap()
+    };
+    let first = go();
+    let container = std::fs::read_dir(cache.path().join("millstream")).unwrap().next().unwrap().unwrap().path();
+    let shard = std::fs::read_dir(&container).unwrap().map(|e| e.unwrap().path());
+    let shard = shard.filter(|path| path.extension().is_some_and(|e| e == "safetensors")).max().unwrap();
+    std::fs::File::options().write(true).open(&shard).unwrap().set_len(1000).unwrap();
+    let second = go();
+    assert!(stderr(&second).contains("made anew"), "{}", stderr(&second));
+    assert_eq!(stdout(&second), stdout(&first));
+}
+
+#[test]
+fn without_a_home_the_temporary_directory_serves() {
+    let temp = tempfile::tempdir().unwrap();
+    let output = millstream(&["run", "--temp", "0", "-n", "4", "-p", FOX])
+        .env_remove("XDG_CACHE_HOME")
+        .env("HOME", "/proc/no-such-home")
+        .env("TMPDIR", temp.path())
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let made = std::fs::read_dir(temp.path()).unwrap().next().unwrap().unwrap().file_name();
+    assert!(made.to_string_lossy().starts_with("millstream-"), "{made:?}");
+}
+
+#[test]
+fn same_seed_same_answer() {
+    let with = |seed| answer(&["-q", "--temp", "1", "--top-p", "1", "-n", "24", "--ignore-eos", "-s", seed, "-p", FOX]);
+    assert_eq!(with("7"), with("7"));
+    assert_ne!(with("7"), with("8"));
+}
+
+#[test]
+fn a_stop_string_cuts_exactly_before_it() {
+    let arguments = exact(&["--json", "--stop", "a daughter, and a d", "--stop", "never said", "-p", FOX]);
+    let json: Value = serde_json::from_str(&answer(&arguments)).unwrap();
+    assert_eq!(json["text"], "Once upon a time there was a king who had three sons, and ");
+    assert_eq!((&json["finish_reason"], &json["stop_string"]), (&"stop".into(), &"a daughter, and a d".into()));
+    // Token 1023 is " daughter", and nothing was computed after the stop string was there.
+    let ids = json["ids"].as_array().unwrap();
+    assert_eq!(ids.last().unwrap(), 1023);
+    assert_eq!(ids.iter().filter(|id| **id == 1023).count(), 2);
+}
+
+#[test]
+fn a_stop_string_that_names_a_control_token_stops_at_it() {
+    let output = run(&["-q", "--temp", "0", "-n", "4", "--stop", "<|user|>", "-p", FOX]);
+    assert_eq!(stdout(&output), "Once upon a time\n");
+}
+
+#[test]
+fn statistics_add_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("stats.json");
+    let output = run(&["-n", "32", "--temp", "0", "-t", "1", "-p", FOX, "--stats-json", file.to_str().unwrap()]);
+    let json: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!((&json["schema_version"], &json["tokens"], &json["prompt_tokens"]), (&1.into(), &32.into(), &14.into()));
+    assert_eq!(json["settings"]["threads"], 1);
+    assert_eq!(json["settings"]["temp"], 0.0);
+    assert_eq!(json["model"]["formats"], serde_json::json!(["f32", "int8", "int4"]));
+    assert_eq!(stdout(&output), json["text"].as_str().unwrap().to_owned() + "\n");
+    let wall = json["wall_s"].as_f64().unwrap();
+    let stages = json["stages"].as_object().unwrap();
+    let sum: f64 = stages.values().map(|stage| stage["busy_s"].as_f64().unwrap()).sum();
+    assert!((sum - wall).abs() <= 0.02 * wall, "{sum} of {wall}");
+    assert!(json["memory"]["rss_peak"].as_u64().unwrap() > json["memory"]["resident"].as_u64().unwrap());
+    assert!(json["io"]["bytes"].as_u64().unwrap() >= json["io"]["useful_bytes"].as_u64().unwrap());
+    let experts = &json["experts"];
+    assert_eq!(
+        experts["requested"].as_u64().unwrap(),
+        experts["hit_cached"].as_u64().unwrap() + experts["missed"].as_u64().unwrap()
+    );
+    for word in ["32 tokens", "14 tokens", "tok/s", "attention", "total", "hit rate", "at its peak"] {
+        assert!(stderr(&output).contains(word), "no {word:?} in: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn quiet_is_quiet() {
+    let output = run(&["-q", "-n", "2", "-p", FOX]);
+    assert_eq!((output.status.code(), stderr(&output)), (Some(0), ""));
+}
+
+#[test]
+fn verbose_shows_each_setting_and_its_origin() {
+    let output = millstream(&["run", "-v", "-n", "2", "-p", FOX]).env("MILLSTREAM_THREADS", "1").output().unwrap();
+    for (name, rest) in [("threads", "1  (MILLSTREAM_THREADS)"), ("max-tokens", "2  (flag)"), ("io", "auto  (default)")]
+    {
+        let line = stderr(&output).lines().find(|line| line.starts_with(&format!("setting: {name} ")));
+        assert!(line.is_some_and(|line| line.ends_with(rest)), "{name}: {line:?}");
+    }
+}
+
+#[test]
+fn what_cannot_work_is_said_before_the_model_loads() {
+    let not_text = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(not_text.path(), b"ab\xFF").unwrap();
+    let not_text = not_text.path().to_str().unwrap();
+    for (arguments, words) in [
+        (&["-p", ""][..], &["the prompt is empty", "hint:"][..]),
+        (&[], &["the prompt is empty"]),
+        (&["-f", "/no/such/file"], &["cannot read the prompt from /no/such/file", "No such file"]),
+        (&["-f", not_text], &["it is not UTF-8"]),
+        (&["-p", "x", "--temp", "-0.5"], &["temperature is -0.5", "between 0"]),
+        (&["-p", "x", "--temp", "NaN"], &["temperature is NaN"]),
+        (&["-p", "x", "--top-p", "1.01"], &["top-p is 1.01"]),
+        (&["-p", "x", "--min-p", "-1"], &["min-p is -1"]),
+        (&["-p", "x", "--top-k", "-1"], &["--top-k"]),
+        (&["-p", "x", "-n", "0"], &["-n 0 asks for no token"]),
+        (&["-p", "x", "--stop", ""], &["a stop string is empty"]),
+        (&["-p", "x", "-m", "/no/such/model"], &["/no/such/model does not exist"]),
+        (&["-p", "x", "--ram", "lots"], &["'lots' is not a size"]),
+        (&["-p", "x", "--stats-json", "/no/such/dir/x"], &["cannot write the statistics to /no/such/dir/x"]),
+        (&["-p", "1 two", "--ids"], &["\"two\" in the prompt is not a token id"]),
+        (&["-p", "5 4096", "--ids"], &["token id 4096", "vocabulary of 4096"]),
+        (&["-p", "x", "-c", "4097"], &["4097 tokens is more than the model's 4096"]),
+        (&["-p", FOX, "-c", "14"], &["has 14 tokens", "-c has 14", "allows up to -c 4096"]),
+        (&["-p", "x", "--draft", "mtp"], &["--draft"]),
+    ] {
+        refused(&run(arguments), 2, words);
+    }
+    refused(&millstream(&["chat"]).output().unwrap(), 2, &["chat"]);
+    let unknown = millstream(&["run", "-p", "x"]).env("MILLSTREAM_THREAD", "1").output().unwrap();
+    refused(&unknown, 2, &["MILLSTREAM_THREAD is not a setting"]);
+}
+
+#[test]
+fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
+    let ids = vec!["17"; 5000].join(",");
+    refused(&run(&["--ids", "-p", &ids]), 2, &["5000 tokens", "4096"]);
+}
+
+/// A copy of the bundled model with links to its shards.
+fn copy_without(names: &[&str]) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(bundled()).unwrap() {
+        let entry = entry.unwrap();
+        if !names.iter().any(|name| entry.file_name() == *name) {
+            std::os::unix::fs::symlink(entry.path(), dir.path().join(entry.file_name())).unwrap();
+        }
+    }
+    dir
+}
+
+#[test]
+fn missing_small_files_are_named() {
+    let dir = copy_without(&["config.json", "tokenizer.json"]);
+    let output = run(&["-p", "x", "-m", dir.path().to_str().unwrap()]);
+    refused(&output, 1, &["config.json", "tokenizer.json", "2 weight shards", "hint:"]);
+}
+
+#[test]
+fn a_tokenizer_that_is_none_is_named() {
+    for text in ["{}", "", "{\"model\":{\"type\":\"BPE\",\"vocab\":{},\"merges\":[]}}"] {
+        let dir = copy_without(&["tokenizer.json"]);
+        std::fs::write(dir.path().join("tokenizer.json"), text).unwrap();
+        let output = run(&["-p", "x", "-m", dir.path().to_str().unwrap()]);
+        refused(&output, 1, &["tokenizer.json is not a usable tokenizer", "cause:", "hint:"]);
+    }
+}
+
+#[test]
+fn without_a_chat_template_raw_prompts_still_work() {
+    let dir = copy_without(&["chat_template.jinja", "tokenizer_config.json"]);
+    let model = dir.path().to_str().unwrap();
+    refused(&run(&["-p", "x", "-m", model]), 1, &["has no chat template", "--raw"]);
+    assert_ne!(answer(&["-q", "-n", "2", "--raw", "-p", "Once", "-m", model]), "");
+}
+
+#[test]
+fn a_closed_pipe_ends_quietly() {
+    let mut child = millstream(&["run", "-q", "-n", "-1", "--ignore-eos", "-p", FOX])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut first = [0; 4];
+    child.stdout.take().unwrap().read_exact(&mut first).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), stderr(&output)), (Some(141), ""));
+}
+
+#[test]
+fn a_full_disk_is_an_error() {
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let output = millstream(&["run", "-q", "-n", "4", "-p", FOX]).stdout(full).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("cannot write the answer"), "{}", stderr(&output));
+}
+
+#[test]
+fn an_interrupt_ends_the_answer_and_shows_it() {
+    let mut child = millstream(&["run", "-n", "-1", "--ignore-eos", "-p", FOX])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut out = child.stdout.take().unwrap();
+    let mut text = vec![0; 4];
+    out.read_exact(&mut text).unwrap();
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    out.read_to_end(&mut text).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    assert!(String::from_utf8(text).unwrap().ends_with('\n'));
+    assert!(stderr(&output).contains("interrupted") && stderr(&output).contains("tok/s"), "{}", stderr(&output));
+}
+
+#[test]
+fn convert_writes_what_run_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let container = dir.path().join("int8");
+    let (source, container) = (bundled(), container.to_str().unwrap().to_owned());
+    let flags = ["convert", source.to_str().unwrap(), &container, "--experts", "8", "--dense", "8"];
+    let output = millstream(&flags).output().unwrap();
+    assert_eq!((output.status.code(), stdout(&output)), (Some(0), ""), "{}", stderr(&output));
+    assert!(stderr(&output).contains("routed experts: 480 tensors as int8"), "{}", stderr(&output));
+    let json: Value = serde_json::from_str(&answer(&["--json", "-n", "4", "-p", FOX, "-m", &container])).unwrap();
+    assert_eq!(json["model"]["formats"], serde_json::json!(["f32", "int8"]));
+    // The same directory with other parameters is refused, with both sets.
+    let other = millstream(&["convert", source.to_str().unwrap(), &container, "--experts", "4"]).output().unwrap();
+    refused(&other, 1, &["experts=8", "experts=4"]);
+    refused(
+        &millstream(&["convert", "/no/such/dir", &container]).output().unwrap(),
+        2,
+        &["/no/such/dir does not exist"],
+    );
+}
