@@ -1,4 +1,5 @@
 //! A decode step after the first allocates nothing: every buffer was sized when the engine was opened.
+#![allow(clippy::unwrap_used)]
 #![allow(unsafe_code)]
 
 #[path = "common/engines.rs"]

@@ -1,5 +1,6 @@
 //! Same bits, whatever reads the experts, in what order, into how many slabs, with how many threads, rows at a time and
 //! vector lanes. Logits are compared as bits, at every position of a prompt, and so are the tokens that follow it.
+#![allow(clippy::unwrap_used)]
 
 #[path = "common/engines.rs"]
 mod engines;

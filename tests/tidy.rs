@@ -2,6 +2,7 @@
 //! file may be, where a value may be unwrapped.
 //!
 //! Sources are read as text with comments, strings and test modules taken out. A `crate::name` path is a dependency.
+#![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
