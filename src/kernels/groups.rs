@@ -78,15 +78,27 @@ pub(super) type Products = [[f32; MAX_UNITS]; CHAINS];
 /// `products[g] = sum of group g as f32 * scales[g]`, from the sums of units.
 #[inline(always)]
 pub(super) fn scale_groups(units: &[i32], units_per_group: usize, scales: &[[u8; 4]], products: &mut [f32; MAX_UNITS]) {
-    let scaled = |sum: i32, scale: &[u8; 4]| sum as f32 * f32::from_le_bytes(*scale);
-    if units_per_group == 1 {
-        for ((product, sum), scale) in products.iter_mut().zip(units).zip(scales) {
-            *product = scaled(*sum, scale);
+    match units_per_group {
+        1 => scale_groups_of::<1>(units, scales, products),
+        2 => scale_groups_of::<2>(units, scales, products),
+        3 => scale_groups_of::<3>(units, scales, products),
+        4 => scale_groups_of::<4>(units, scales, products),
+        _ => {
+            for ((product, units), scale) in products.iter_mut().zip(units.chunks(units_per_group)).zip(scales) {
+                *product = units.iter().sum::<i32>() as f32 * f32::from_le_bytes(*scale);
+            }
         }
-    } else {
-        for ((product, units), scale) in products.iter_mut().zip(units.chunks(units_per_group)).zip(scales) {
-            *product = scaled(units.iter().sum(), scale);
-        }
+    }
+}
+
+#[inline(always)]
+fn scale_groups_of<const N: usize>(units: &[i32], scales: &[[u8; 4]], products: &mut [f32; MAX_UNITS]) {
+    let (groups, rest) = units.as_chunks::<N>();
+    for ((product, units), scale) in products.iter_mut().zip(groups).zip(scales) {
+        *product = units.iter().sum::<i32>() as f32 * f32::from_le_bytes(*scale);
+    }
+    if let (false, Some(scale)) = (rest.is_empty(), scales.last()) {
+        products[groups.len()] = rest.iter().sum::<i32>() as f32 * f32::from_le_bytes(*scale);
     }
 }
 

@@ -216,3 +216,54 @@ fn check_tile(w: &WeightRef, rows: &Range<usize>, batch: usize, tile: &[f32]) {
     assert!((1..=MAX_BATCH).contains(&batch), "a tile of {batch} activation rows");
     assert_eq!(tile.len(), batch * rows.len(), "elements of a tile");
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip_and_others_are_refused() {
+        for isa in Isa::ALL {
+            assert_eq!(isa.to_string().parse(), Ok(isa));
+        }
+        assert_eq!("neon".parse::<Isa>(), Err(UnknownIsa { given: "neon".into() }));
+    }
+
+    #[test]
+    fn the_scalar_table_always_exists_and_the_best_is_the_last() {
+        let all = Kernels::all_available();
+        assert_eq!(all[0].isa, Isa::Scalar);
+        assert_eq!(all[all.len() - 1].isa, Kernels::best().isa);
+    }
+
+    #[test]
+    fn a_dot_product_adds_its_lanes_as_documented() {
+        // Lanes 0 and 16 meet first: 2^24 - 2^24 leaves 0, and lane 1 survives. In order of index it would be lost.
+        let mut a = [0.0f32; 32];
+        (a[0], a[1], a[16]) = (16_777_216.0, 0.5, -16_777_216.0);
+        for k in Kernels::all_available() {
+            assert_eq!(k.dot(&a, &[1.0; 32]), 0.5, "{k:?}");
+        }
+    }
+
+    #[test]
+    fn softmax_and_silu_at_known_points() {
+        for k in Kernels::all_available() {
+            let mut x = [0.0, f32::NEG_INFINITY, 0.0, -1000.0];
+            k.softmax(&mut x);
+            assert_eq!(x, [0.5, 0.0, 0.5, 0.0], "{k:?}");
+            let mut up = [3.0, 2.0, -4.0, 5.0];
+            k.silu_mul(&[0.0, 100.0, -200.0, 1.0], &mut up);
+            assert_eq!(up[..3], [0.0, 200.0, 0.0], "{k:?}");
+            assert!((f64::from(up[3]) - 5.0 / (1.0 + (-1f64).exp())).abs() < 5e-7, "{k:?} {}", up[3]);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "rows 1..4 of 3")]
+    fn rows_past_the_matrix_are_refused() {
+        let spec = MatrixSpec { format: Format::F32, rows: 3, cols: 1 };
+        let w = WeightRef::new(spec, &[0; 12], &[]);
+        Kernels::best().add_scaled_rows(&w, 1..4, &[0.0; 3], &mut [0.0]);
+    }
+}

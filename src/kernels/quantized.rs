@@ -158,3 +158,47 @@ impl<T: Copy + Default> Aligned<T> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_orders_and_sums_by_hand() {
+        // absmax 127 makes the scale 1; halves round to even.
+        let mut x = vec![0.0f32; 300];
+        (x[0], x[1], x[2], x[5], x[129], x[299]) = (127.0, -127.0, 2.5, -3.5, 1.0, 9.0);
+        for k in Kernels::all_available() {
+            let mut q = Quantized::with_capacity(1, 300);
+            q.quantize(k, &x, 1, 300);
+            let row = q.row(0);
+            assert_eq!((row.scale, row.sum), (1.0, 2 - 4 + 1 + 9), "{k:?}");
+            assert_eq!(row.natural[..6], [127, -127, 2, 0, 0, -4], "{k:?}");
+            assert_eq!((row.halves[0], row.halves[1], row.halves[64], row.halves[66]), (127, 2, -127, -4), "{k:?}");
+            assert_eq!((row.halves[128], row.halves[192]), (0, 1), "{k:?}");
+            assert_eq!((row.quarters[0], row.quarters[64], row.quarters[65], row.quarters[128]), (127, -127, -4, 2));
+            assert_eq!((row.sums8[0], row.sums8[16], row.sums8[37]), (16, -8, -72), "{k:?}");
+            assert!(row.natural[300..].iter().all(|q| *q == 0));
+        }
+    }
+
+    #[test]
+    fn zeros_and_faults() {
+        for k in Kernels::all_available() {
+            let mut q = Quantized::with_capacity(3, 2);
+            q.quantize(k, &[0.0, 0.0, 1.0, f32::NAN, f32::INFINITY, 1.0], 3, 2);
+            assert_eq!((q.row(0).scale, q.row(0).natural[0]), (1e-12, 0), "{k:?}");
+            assert!(q.row(1).scale.is_nan() && q.row(2).scale.is_nan(), "{k:?}");
+        }
+    }
+
+    #[test]
+    fn a_smaller_shape_leaves_nothing_of_the_last() {
+        let k = Kernels::best();
+        let mut q = Quantized::with_capacity(1, 512);
+        q.quantize(k, &[1.0; 512], 1, 512);
+        q.quantize(k, &[1.0; 3], 1, 3);
+        assert_eq!((q.rows(), q.cols(), q.row(0).sum), (1, 3, 3 * 127));
+        assert!(q.row(0).halves[2..64].iter().all(|q| *q == 0));
+    }
+}

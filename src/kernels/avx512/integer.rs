@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{load_bytes, load_ints, load_signed, store_ints};
+use super::{load_bytes, load_ints, load_signed, store_half_ints, store_ints};
 use crate::kernels::format::{Format, WeightRef};
 use crate::kernels::groups::{
     CHAINS, GroupSum, MAX_UNITS, Products, add_in_order, row_scales, scale_groups, zero_padded,
@@ -241,23 +241,25 @@ fn groups_of_units<const WIDE: bool>(
 fn unit_sums<const WIDE: bool>(weights: &[u8], x: &QuantRow, sums: &mut [i32; MAX_UNITS]) {
     let halves = x.halves.as_chunks::<128>().0;
     let sums8 = x.sums8.as_chunks::<16>().0;
-    let (spans, rest) = weights.as_chunks::<512>();
-    let mut done = 0;
+    let (spans, rest) = weights.as_chunks::<256>();
     let per_part = if WIDE { 2 } else { 4 };
-    for ((weights, halves), sums8) in spans.iter().zip(halves.as_chunks::<8>().0).zip(sums8.as_chunks::<8>().0) {
+    let mut free = sums.as_mut_slice();
+    for ((weights, halves), sums8) in spans.iter().zip(halves.as_chunks::<4>().0).zip(sums8.as_chunks::<4>().0) {
         let weights = weights.as_chunks::<64>().0;
-        let [low, high] = sums_of_32(|k| dot_of_128(&weights[k], &halves[k], &sums8[k]));
+        let quarter_sums = sums_of_32(|k| dot_of_128(&weights[k], &halves[k], &sums8[k]));
         if WIDE {
-            store_ints(sums[done..].first_chunk_mut().expect("units were counted"), sums_of_64(low, high));
+            let (to, left) = free.split_first_chunk_mut().expect("units were counted");
+            store_half_ints(to, sums_of_64(quarter_sums));
+            free = left;
         } else {
+            let (to, left) = free.split_first_chunk_mut().expect("units were counted");
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-            let [low, high] = [low, high].map(|v| _mm512_permutexvar_epi32(order, v));
-            store_ints(sums[done..].first_chunk_mut().expect("units were counted"), low);
-            store_ints(sums[done + 16..].first_chunk_mut().expect("units were counted"), high);
+            store_ints(to, _mm512_permutexvar_epi32(order, quarter_sums));
+            free = left;
         }
-        done += 8 * per_part;
     }
-    for (k, weights) in (8 * spans.len()..).zip(rest.chunks(64)) {
+    let mut done = MAX_UNITS - free.len();
+    for (k, weights) in (4 * spans.len()..).zip(rest.chunks(64)) {
         let mut part = [0; 16];
         store_ints(&mut part, dot_of_128(&zero_padded(weights), &halves[k], &sums8[k]));
         for (sum, part) in sums[done..].iter_mut().zip(part.chunks(16 / per_part)) {
@@ -267,30 +269,27 @@ fn unit_sums<const WIDE: bool>(weights: &[u8], x: &QuantRow, sums: &mut [i32; MA
     }
 }
 
-/// From eight parts (16 sums of 8 columns each) the sums of 32 columns: those of part `k` in element `k` of each 128-bit
-/// lane of the first result, those of part `k + 4` in the second.
+/// From four parts (16 sums of 8 columns each) the sums of 32 columns: those of part `k` in element `k` of each 128-bit
+/// lane.
 ///
 /// Until they are complete the sums fit an i16, `32 * 8 * 127` at most, so that packing and adding neighbours is two
 /// instructions for two parts.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn sums_of_32(part: impl Fn(usize) -> __m512i) -> [__m512i; 2] {
+fn sums_of_32(part: impl Fn(usize) -> __m512i) -> __m512i {
     let ones = _mm512_set1_epi16(1);
     let join = |a, b| _mm512_madd_epi16(_mm512_packs_epi32(a, b), ones);
-    let low = join(join(part(0), part(1)), join(part(2), part(3)));
-    let high = join(join(part(4), part(5)), join(part(6), part(7)));
-    [low, high]
+    let low = join(part(0), part(1));
+    join(low, join(part(2), part(3)))
 }
 
 /// The sums of 64 columns, in order, from those of 32.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn sums_of_64(low: __m512i, high: __m512i) -> __m512i {
-    let sums = _mm512_add_epi32(
-        _mm512_shuffle_i32x4::<0b10_00_10_00>(low, high),
-        _mm512_shuffle_i32x4::<0b11_01_11_01>(low, high),
-    );
-    _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), sums)
+fn sums_of_64(sums: __m512i) -> __m256i {
+    let sums = _mm512_add_epi32(sums, _mm512_shuffle_i32x4::<0b10_11_00_01>(sums, sums));
+    let order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 0, 8, 1, 9, 2, 10, 3, 11);
+    _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, sums))
 }
 
 /// 16 sums of 8 columns each, offset removed.

@@ -114,6 +114,13 @@ fn store_ints(to: &mut [i32; 16], v: __m512i) {
     unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), v) }
 }
 
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn store_half_ints(to: &mut [i32; 8], v: __m256i) {
+    // SAFETY: the reference covers the 32 bytes of this unaligned store.
+    unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), v) }
+}
+
 /// Both halves of a chunk of the 32 lanes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
