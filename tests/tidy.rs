@@ -180,11 +180,9 @@ fn test_files(file: &Path, code: &str) -> Vec<PathBuf> {
     };
     let mut found = vec![];
     for piece in code.split("#[cfg(test)]").skip(1) {
-        if let Some((name, _)) = piece.trim_start().strip_prefix("mod ").and_then(|m| m.split_once(';')) {
-            if name.chars().all(|c| c.is_alphanumeric() || c == '_') {
-                found.push(dir.join(format!("{name}.rs")));
-            }
-        }
+        let declared = piece.trim_start().strip_prefix("mod ").and_then(|m| m.split_once(';'));
+        let is_name = |name: &str| name.chars().all(|c| c.is_alphanumeric() || c == '_');
+        found.extend(declared.filter(|(name, _)| is_name(name)).map(|(name, _)| dir.join(format!("{name}.rs"))));
     }
     found
 }

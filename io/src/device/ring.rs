@@ -24,38 +24,26 @@ const WAKE: u64 = u64::MAX;
 const PROBE: u64 = u64::MAX - 1;
 
 /// Probes io_uring and starts its thread.
-pub(crate) fn open(
-    cfg: &DeviceConfig,
-    files: Arc<FileSet>,
-    pool: &SlabPool,
-) -> Result<Box<dyn Device>, IoError> {
+pub(crate) fn open(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> Result<Box<dyn Device>, IoError> {
     let event = event_fd()?;
-    let waker = event.try_clone().map_err(|error| IoError::Start {
-        what: "an eventfd",
-        errno: Errno::of(&error),
-    })?;
+    let waker = event.try_clone().map_err(|error| IoError::Start { what: "an eventfd", errno: Errno::of(&error) })?;
     let (tell_setup, setup) = mpsc::sync_channel(1);
     let (hand_over, handed_over) = mpsc::sync_channel::<Arc<Shared>>(1);
     let (cfg_there, files_there, pool_there) = (*cfg, Arc::clone(&files), pool.clone());
     // A ring may belong to the one thread that made it, so setup, probe and registration all happen over there.
-    let spawned = std::thread::Builder::new()
-        .name("ring".to_owned())
-        .spawn(
-            move || match Driver::new(&cfg_there, &files_there, &pool_there, event) {
-                Err(error) => drop(tell_setup.send(Err(error))),
-                Ok(mut driver) => {
-                    if tell_setup.send(Ok(driver.facts.clone())).is_ok()
-                        && let Ok(shared) = handed_over.recv()
-                    {
-                        driver.serve(&shared);
-                    }
+    let spawned = std::thread::Builder::new().name("ring".to_owned()).spawn(move || {
+        match Driver::new(&cfg_there, &files_there, &pool_there, event) {
+            Err(error) => drop(tell_setup.send(Err(error))),
+            Ok(mut driver) => {
+                if tell_setup.send(Ok(driver.facts.clone())).is_ok()
+                    && let Ok(shared) = handed_over.recv()
+                {
+                    driver.serve(&shared);
                 }
-            },
-        );
-    let thread = spawned.map_err(|error| IoError::Start {
-        what: "the ring's thread",
-        errno: Errno::of(&error),
-    })?;
+            }
+        }
+    });
+    let thread = spawned.map_err(|error| IoError::Start { what: "the ring's thread", errno: Errno::of(&error) })?;
     let facts = match setup.recv() {
         Ok(Ok(facts)) => facts,
         Ok(Err(error)) => {
@@ -64,17 +52,11 @@ pub(crate) fn open(
         }
         Err(_) => {
             let _ = thread.join();
-            return Err(IoError::DeviceDied {
-                cause: "the ring's thread ended during setup".to_owned(),
-            });
+            return Err(IoError::DeviceDied { cause: "the ring's thread ended during setup".to_owned() });
         }
     };
     let whole_slab = (pool.slab_bytes() as u32).next_multiple_of(files.align());
-    let default_chunk = if facts.registered_bytes > 0 {
-        RING_CHUNK_BYTES
-    } else {
-        whole_slab
-    };
+    let default_chunk = if facts.registered_bytes > 0 { RING_CHUNK_BYTES } else { whole_slab };
     let limits = Limits {
         depth_bytes: cfg.depth_for(pool.slab_bytes()),
         chunk_bytes: cfg.chunk_for(default_chunk, &files),
@@ -84,19 +66,10 @@ pub(crate) fn open(
         reads: cfg.queue,
     };
     let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
-    let report = DeviceReport {
-        name: "io_uring",
-        fallback: None,
-        registered_bytes: facts.registered_bytes,
-        notes: facts.notes,
-    };
+    let report =
+        DeviceReport { name: "io_uring", fallback: None, registered_bytes: facts.registered_bytes, notes: facts.notes };
     let _ = hand_over.send(Arc::clone(&shared));
-    Ok(Box::new(Hosted::new(
-        shared,
-        Waker::Event(waker),
-        vec![thread],
-        report,
-    )))
+    Ok(Box::new(Hosted::new(shared, Waker::Event(waker), vec![thread], report)))
 }
 
 /// What the setup found.
@@ -127,21 +100,11 @@ struct Registered {
 }
 
 impl Driver {
-    fn new(
-        cfg: &DeviceConfig,
-        files: &FileSet,
-        pool: &SlabPool,
-        event: File,
-    ) -> Result<Driver, IoError> {
+    fn new(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, event: File) -> Result<Driver, IoError> {
         let ring = set_up(cfg.ring_entries)?;
-        let mut facts = Facts {
-            entries: ring.params().sq_entries(),
-            ..Facts::default()
-        };
+        let mut facts = Facts { entries: ring.params().sq_entries(), ..Facts::default() };
         let mut probe = Probe::new();
-        ring.submitter()
-            .register_probe(&mut probe)
-            .map_err(|error| refused("register_probe", Errno::of(&error)))?;
+        ring.submitter().register_probe(&mut probe).map_err(|error| refused("register_probe", Errno::of(&error)))?;
         for (code, name) in [
             (opcode::Read::CODE, "support for READ"),
             (opcode::ReadFixed::CODE, "support for READ_FIXED"),
@@ -152,9 +115,7 @@ impl Driver {
             }
         }
         // Buffered reads run on kernel workers; without a cap there may be one per request. Advice only.
-        let _ = ring
-            .submitter()
-            .register_iowq_max_workers(&mut [RING_BUFFERED_WORKERS, 0]);
+        let _ = ring.submitter().register_iowq_max_workers(&mut [RING_BUFFERED_WORKERS, 0]);
         let mut driver = Driver {
             ring,
             event,
@@ -163,9 +124,7 @@ impl Driver {
             results: Vec::new(),
             facts: Facts::default(),
         };
-        driver
-            .results
-            .reserve_exact(driver.ring.params().cq_entries() as usize);
+        driver.results.reserve_exact(driver.ring.params().cq_entries() as usize);
         driver.probe_read(files)?;
         if cfg.register {
             match register(&driver.ring, pool) {
@@ -188,15 +147,9 @@ impl Driver {
         // The kernel may write until the result is in: where that never comes, the buffer must never be freed.
         let mut buffer = std::mem::ManuallyDrop::new(buffer);
         let memory = buffer.as_mut_slice();
-        let entry = opcode::Read::new(
-            types::Fd(source.fd),
-            memory.as_mut_ptr(),
-            memory.len() as u32,
-        )
-        .build()
-        .user_data(PROBE);
-        self.push(&entry)
-            .map_err(|_| refused("queueing a read", Errno(libc::EBUSY)))?;
+        let entry =
+            opcode::Read::new(types::Fd(source.fd), memory.as_mut_ptr(), memory.len() as u32).build().user_data(PROBE);
+        self.push(&entry).map_err(|_| refused("queueing a read", Errno(libc::EBUSY)))?;
         for _ in 0..ENTER_RETRIES_MAX {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
@@ -208,11 +161,7 @@ impl Driver {
                 let errno = Errno(done.result().saturating_neg());
                 // Damage at the first byte is for the reader to report; the ring did its part.
                 let works = done.result() >= 0 || errno.kind() == ErrnoKind::Damaged;
-                return if works {
-                    Ok(())
-                } else {
-                    Err(refused("the first read", errno))
-                };
+                return if works { Ok(()) } else { Err(refused("the first read", errno)) };
             }
         }
         Err(refused("waiting for the first read", Errno(libc::ETIME)))
@@ -244,16 +193,12 @@ impl Driver {
             {
                 self.push_read(&issue)?;
             }
-            let pause_ns = state
-                .schedule
-                .next_retry_ns()
-                .map(|at| at.saturating_sub(now_ns).max(1));
+            let pause_ns = state.schedule.next_retry_ns().map(|at| at.saturating_sub(now_ns).max(1));
             state.asleep = true;
             drop(state);
 
             if !self.armed {
-                let poll =
-                    opcode::PollAdd::new(types::Fd(self.event.as_raw_fd()), libc::POLLIN as u32);
+                let poll = opcode::PollAdd::new(types::Fd(self.event.as_raw_fd()), libc::POLLIN as u32);
                 self.push(&poll.build().user_data(WAKE))?;
                 self.armed = true;
             }
@@ -312,8 +257,7 @@ impl Driver {
                     return Err(format!("polling the eventfd failed: {}", Errno(-result)));
                 }
             } else {
-                let op = u32::try_from(user_data)
-                    .map_err(|_| format!("a result for unknown request {user_data}"))?;
+                let op = u32::try_from(user_data).map_err(|_| format!("a result for unknown request {user_data}"))?;
                 state.schedule.complete(op, result, now_ns);
             }
         }
@@ -326,23 +270,12 @@ impl Driver {
     fn push_read(&mut self, issue: &Issue) -> Result<(), String> {
         let fd = types::Fd(issue.fd);
         let address = issue.address.as_ptr();
-        let entry = match self
-            .registered
-            .index_of(address as usize, issue.len as usize)
-        {
-            Some(index) => opcode::ReadFixed::new(fd, address, issue.len, index)
-                .offset(issue.offset)
-                .build(),
-            None => opcode::Read::new(fd, address, issue.len)
-                .offset(issue.offset)
-                .build(),
+        let entry = match self.registered.index_of(address as usize, issue.len as usize) {
+            Some(index) => opcode::ReadFixed::new(fd, address, issue.len, index).offset(issue.offset).build(),
+            None => opcode::Read::new(fd, address, issue.len).offset(issue.offset).build(),
         };
         // A buffered read may sleep in the submission: hand it to a kernel worker at once.
-        let flags = if issue.direct {
-            squeue::Flags::empty()
-        } else {
-            squeue::Flags::ASYNC
-        };
+        let flags = if issue.direct { squeue::Flags::empty() } else { squeue::Flags::ASYNC };
         self.push(&entry.flags(flags).user_data(u64::from(issue.op)))
     }
 
@@ -363,11 +296,7 @@ impl Registered {
             return None;
         }
         let (first, last) = (from / self.piece, (from + len - 1) / self.piece);
-        if first == last {
-            u16::try_from(first).ok()
-        } else {
-            None
-        }
+        if first == last { u16::try_from(first).ok() } else { None }
     }
 }
 
@@ -409,9 +338,7 @@ fn register(ring: &IoUring, pool: &SlabPool) -> Result<Registered, String> {
     let piece = (SLAB_BYTES_MAX / stride).max(1) * stride;
     let base = pool.base().as_ptr() as usize;
     if stride > SLAB_BYTES_MAX {
-        return Err(format!(
-            "slabs of {stride} bytes are too big to register; reads pin them one by one"
-        ));
+        return Err(format!("slabs of {stride} bytes are too big to register; reads pin them one by one"));
     }
     raise_memlock();
     let table: Vec<libc::iovec> = (0..bytes)
@@ -444,10 +371,7 @@ fn memlock() -> Option<libc::rlim_t> {
 }
 
 fn limits_of_memlock() -> Option<libc::rlimit> {
-    let mut limits = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
+    let mut limits = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limits` is a valid place for the answer and outlives the call.
     let rc = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limits) };
     (rc == 0).then_some(limits)
@@ -456,10 +380,7 @@ fn limits_of_memlock() -> Option<libc::rlimit> {
 /// Registered memory counts as locked: use all that this process may lock. A refusal leaves the limit as it is.
 fn raise_memlock() {
     if let Some(limits) = limits_of_memlock() {
-        let raised = libc::rlimit {
-            rlim_cur: limits.rlim_max,
-            ..limits
-        };
+        let raised = libc::rlimit { rlim_cur: limits.rlim_max, ..limits };
         // SAFETY: `raised` is a valid limit and outlives the call.
         let _ = unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const raised) };
     }
@@ -469,10 +390,7 @@ fn event_fd() -> Result<File, IoError> {
     // SAFETY: the call takes no memory.
     let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
     if fd < 0 {
-        return Err(IoError::Start {
-            what: "an eventfd",
-            errno: Errno::last(),
-        });
+        return Err(IoError::Start { what: "an eventfd", errno: Errno::last() });
     }
     // SAFETY: the descriptor was just made and belongs to nobody else.
     Ok(unsafe { File::from_raw_fd(fd) })
@@ -484,21 +402,14 @@ fn passing(errno: Errno) -> bool {
 }
 
 fn refused(step: &'static str, errno: Errno) -> IoError {
-    IoError::RingRefused {
-        step,
-        errno,
-        remedy: remedy(errno),
-    }
+    IoError::RingRefused { step, errno, remedy: remedy(errno) }
 }
 
 /// What would make io_uring available, as far as the machine shows.
 fn remedy(errno: Errno) -> String {
     let switch = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
-    let filtered = std::fs::read_to_string("/proc/thread-self/status").is_ok_and(|status| {
-        status
-            .lines()
-            .any(|line| line.starts_with("Seccomp:") && line.trim_end().ends_with('2'))
-    });
+    let filtered = std::fs::read_to_string("/proc/thread-self/status")
+        .is_ok_and(|status| status.lines().any(|line| line.starts_with("Seccomp:") && line.trim_end().ends_with('2')));
     match errno.kind() {
         ErrnoKind::Denied if switch.trim() == "1" || switch.trim() == "2" => {
             format!("kernel.io_uring_disabled is {}: allow it with `sysctl kernel.io_uring_disabled=0`", switch.trim())
