@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millstream_io::{
-    Access, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoMode,
-    Priority, Read, SlabPool, Wait, layout, open_device,
+    Access, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoMode, Priority, Read, SlabPool,
+    Wait, layout, open_device,
 };
 
 struct Size {
@@ -34,21 +34,9 @@ const MIB: u64 = 1 << 20;
 fn main() {
     let full = std::env::args().any(|arg| arg == "--bench");
     let size = if full {
-        Size {
-            file_bytes: 3072 * MIB,
-            slab_bytes: 19 * MIB,
-            slabs: 8,
-            rounds: 5,
-            reads: 120,
-        }
+        Size { file_bytes: 3072 * MIB, slab_bytes: 19 * MIB, slabs: 8, rounds: 5, reads: 120 }
     } else {
-        Size {
-            file_bytes: 24 * MIB,
-            slab_bytes: 3 * MIB,
-            slabs: 3,
-            rounds: 1,
-            reads: 4,
-        }
+        Size { file_bytes: 24 * MIB, slab_bytes: 3 * MIB, slabs: 3, rounds: 1, reads: 4 }
     };
     let dir = std::env::var_os("MILLSTREAM_BENCH_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_TARGET_TMPDIR")), PathBuf::from);
@@ -66,35 +54,15 @@ fn run(path: &Path, size: &Size) -> Result<(), Box<dyn std::error::Error>> {
     let pool = SlabPool::new(size.slab_bytes as usize, size.slabs)?;
     let arena = pool.report();
     println!("{}", files.describe().join("\n"));
-    println!(
-        "arena {} MiB, {} MiB of it huge ({:?})",
-        arena.bytes >> 20,
-        arena.huge_bytes >> 20,
-        arena.kind
-    );
-    if matches!(
-        files.access(FileId(0)),
-        Access::Buffered { .. } | Access::SilentlyBuffered { .. }
-    ) {
+    println!("arena {} MiB, {} MiB of it huge ({:?})", arena.bytes >> 20, arena.huge_bytes >> 20, arena.kind);
+    if matches!(files.access(FileId(0)), Access::Buffered { .. } | Access::SilentlyBuffered { .. }) {
         println!("NOT DIRECT: these figures are the page cache's");
     }
     let slab = size.slab_bytes;
-    let base = DeviceConfig {
-        depth_bytes: DEPTH_AUTO,
-        ..DeviceConfig::default()
-    };
-    let ring = DeviceConfig {
-        kind: DeviceKind::Uring,
-        ..base
-    };
-    let threads = DeviceConfig {
-        kind: DeviceKind::Threads,
-        ..base
-    };
-    let chunks = |bytes: u64, cfg| DeviceConfig {
-        chunk_bytes: Some(bytes as u32),
-        ..cfg
-    };
+    let base = DeviceConfig { depth_bytes: DEPTH_AUTO, ..DeviceConfig::default() };
+    let ring = DeviceConfig { kind: DeviceKind::Uring, ..base };
+    let threads = DeviceConfig { kind: DeviceKind::Threads, ..base };
+    let chunks = |bytes: u64, cfg| DeviceConfig { chunk_bytes: Some(bytes as u32), ..cfg };
     let whole = slab.next_multiple_of(65536);
     let all = size.slabs;
     let cases = [
@@ -102,38 +70,22 @@ fn run(path: &Path, size: &Size) -> Result<(), Box<dyn std::error::Error>> {
         ("ring, 1 MiB requests", chunks(MIB, ring), all),
         ("ring, 4 MiB requests", chunks(4 * MIB, ring), all),
         ("ring, whole slabs", chunks(whole, ring), all),
-        (
-            "ring, not registered",
-            DeviceConfig {
-                register: false,
-                ..ring
-            },
-            all,
-        ),
+        ("ring, not registered", DeviceConfig { register: false, ..ring }, all),
         ("threads", threads, all),
         ("threads, 4 MiB requests", chunks(4 * MIB, threads), all),
         ("threads, whole slabs", chunks(whole, threads), all),
         ("ring, one slab at a time", ring, 1),
         ("ring, one whole slab at a time", chunks(whole, ring), 1),
         ("threads, one slab at a time", threads, 1),
-        (
-            "threads, one whole slab at a time",
-            chunks(whole, threads),
-            1,
-        ),
+        ("threads, one whole slab at a time", chunks(whole, threads), 1),
     ];
     let mut outcomes: Vec<Vec<Outcome>> = cases.iter().map(|_| Vec::new()).collect();
     for round in 0..size.rounds {
         for (index, (name, cfg, at_once)) in cases.iter().enumerate() {
             match open_device(cfg, Arc::clone(&files), &pool) {
-                Ok(mut device) => outcomes[index].push(read_some(
-                    &mut *device,
-                    &files,
-                    &pool,
-                    size,
-                    *at_once,
-                    round as u64,
-                )?),
+                Ok(mut device) => {
+                    outcomes[index].push(read_some(&mut *device, &files, &pool, size, *at_once, round as u64)?)
+                }
                 Err(error) if round == 0 => println!("{name}: {error}"),
                 Err(_) => {}
             }
@@ -145,16 +97,8 @@ fn run(path: &Path, size: &Size) -> Result<(), Box<dyn std::error::Error>> {
     );
     for ((name, ..), rounds) in cases.iter().zip(&outcomes) {
         let speeds = sorted(rounds.iter().map(|o| o.bytes as f64 / 1e9 / o.seconds));
-        let cpu = sorted(
-            rounds
-                .iter()
-                .map(|o| o.cpu_seconds / (o.bytes as f64 / 1e9)),
-        );
-        let service = sorted(
-            rounds
-                .iter()
-                .flat_map(|o| o.service.iter().map(|d| d.as_secs_f64() * 1e3)),
-        );
+        let cpu = sorted(rounds.iter().map(|o| o.cpu_seconds / (o.bytes as f64 / 1e9)));
+        let service = sorted(rounds.iter().flat_map(|o| o.service.iter().map(|d| d.as_secs_f64() * 1e3)));
         let (Some(best), Some(_)) = (speeds.last(), service.last()) else {
             continue;
         };
@@ -188,20 +132,10 @@ fn read_some(
         {
             // An odd multiplier walks the places in a scattered order without repeats.
             let place = (next as u64 * 0x9e37_79b1 + seed * 7) % places;
-            let span = FileSpan {
-                file: FileId(0),
-                offset: place * size.slab_bytes,
-                len: size.slab_bytes,
-            };
+            let span = FileSpan { file: FileId(0), offset: place * size.slab_bytes, len: size.slab_bytes };
             let plan = layout(&[span], files)?;
-            let read = Read {
-                tag: place,
-                priority: Priority::Demand,
-                segments: plan.segments,
-            };
-            device
-                .submit(read, slab)
-                .map_err(|rejected| format!("{:?}", rejected.why))?;
+            let read = Read { tag: place, priority: Priority::Demand, segments: plan.segments };
+            device.submit(read, slab).map_err(|rejected| format!("{:?}", rejected.why))?;
             next += 1;
         }
         let Some(done) = device.reap(Wait::Block)? else {
@@ -214,12 +148,7 @@ fn read_some(
         bytes += done.bytes;
         service.push(done.service);
     }
-    Ok(Outcome {
-        seconds: start.elapsed().as_secs_f64(),
-        bytes,
-        cpu_seconds: cpu_seconds() - cpu,
-        service,
-    })
+    Ok(Outcome { seconds: start.elapsed().as_secs_f64(), bytes, cpu_seconds: cpu_seconds() - cpu, service })
 }
 
 /// A file whose bytes tell their offset every MiB, written past the page cache's memory.
@@ -228,9 +157,7 @@ fn scratch(path: &Path, bytes: u64) -> Result<(), Box<dyn std::error::Error>> {
     let mut block = vec![0u8; MIB as usize];
     let mut state = 1u64;
     for piece in block.chunks_exact_mut(8) {
-        state = state
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         piece.copy_from_slice(&state.to_le_bytes());
     }
     for offset in (0..bytes).step_by(MIB as usize) {
@@ -246,19 +173,9 @@ fn cpu_seconds() -> f64 {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
         return 0.0;
     };
-    let on_cpu_ns = |path: PathBuf| -> Option<u64> {
-        std::fs::read_to_string(path)
-            .ok()?
-            .split_whitespace()
-            .next()?
-            .parse()
-            .ok()
-    };
-    tasks
-        .flatten()
-        .filter_map(|task| on_cpu_ns(task.path().join("schedstat")))
-        .sum::<u64>() as f64
-        / 1e9
+    let on_cpu_ns =
+        |path: PathBuf| -> Option<u64> { std::fs::read_to_string(path).ok()?.split_whitespace().next()?.parse().ok() };
+    tasks.flatten().filter_map(|task| on_cpu_ns(task.path().join("schedstat"))).sum::<u64>() as f64 / 1e9
 }
 
 fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {

@@ -33,9 +33,7 @@ impl FromStr for IoMode {
             "auto" => Ok(IoMode::Auto),
             "direct" => Ok(IoMode::Direct),
             "buffered" => Ok(IoMode::Buffered),
-            _ => Err(format!(
-                "unknown I/O mode '{text}': auto, direct or buffered"
-            )),
+            _ => Err(format!("unknown I/O mode '{text}': auto, direct or buffered")),
         }
     }
 }
@@ -75,14 +73,8 @@ pub enum Access {
 impl fmt::Display for Access {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Access::Direct {
-                mem_align,
-                offset_align,
-            } => {
-                write!(
-                    f,
-                    "direct (memory aligned to {mem_align}, offsets to {offset_align})"
-                )
+            Access::Direct { mem_align, offset_align } => {
+                write!(f, "direct (memory aligned to {mem_align}, offsets to {offset_align})")
             }
             Access::SilentlyBuffered { why } => {
                 write!(f, "buffered: O_DIRECT is accepted and ignored ({why})")
@@ -104,32 +96,17 @@ pub(crate) struct Evidence {
 
 /// Opens `path` for direct reads and finds out what such reads will really be.
 pub(crate) fn open_directly(path: &Arc<Path>) -> Result<Evidence, IoError> {
-    match OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_DIRECT)
-        .open(path)
-    {
+    match OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path) {
         Ok(file) => {
             let (access, doubt) = examine(&file)?;
             let direct = matches!(access, Access::Direct { .. }).then_some(file);
-            Ok(Evidence {
-                direct,
-                access,
-                doubt,
-            })
+            Ok(Evidence { direct, access, doubt })
         }
         Err(error) if refuses_direct(Errno::of(&error)) => {
             let why = format!("O_DIRECT was refused at open: {}", Errno::of(&error));
-            Ok(Evidence {
-                direct: None,
-                access: Access::Buffered { why: Some(why) },
-                doubt: None,
-            })
+            Ok(Evidence { direct: None, access: Access::Buffered { why: Some(why) }, doubt: None })
         }
-        Err(error) => Err(IoError::Open {
-            path: Arc::clone(path),
-            errno: Errno::of(&error),
-        }),
+        Err(error) => Err(IoError::Open { path: Arc::clone(path), errno: Errno::of(&error) }),
     }
 }
 
@@ -148,54 +125,27 @@ fn examine(file: &File) -> Result<(Access, Option<String>), IoError> {
     }
     let fs = file_system(file);
     if stated.is_none() && (fs == libc::TMPFS_MAGIC || fs == RAMFS_MAGIC) {
-        return Ok((
-            Access::SilentlyBuffered {
-                why: "the file system keeps files in memory".to_owned(),
-            },
-            None,
-        ));
+        return Ok((Access::SilentlyBuffered { why: "the file system keeps files in memory".to_owned() }, None));
     }
     let (mem, offset) = stated.unwrap_or((SECTOR_BYTES, SECTOR_BYTES));
     let align = mem.max(offset).max(512);
     if !align.is_power_of_two() || align > SECTOR_BYTES_MAX {
-        return Ok((
-            Access::Buffered {
-                why: Some(format!("direct reads need an alignment of {align}")),
-            },
-            None,
-        ));
+        return Ok((Access::Buffered { why: Some(format!("direct reads need an alignment of {align}")) }, None));
     }
     let mut buffer = Arena::new(align.max(SECTOR_BYTES) as usize)?;
     match probe(file, buffer.as_mut_slice(), 0) {
         Err(errno) if refuses_direct(errno) => {
-            return Ok((
-                Access::Buffered {
-                    why: Some(format!("a direct read was refused: {errno}")),
-                },
-                None,
-            ));
+            return Ok((Access::Buffered { why: Some(format!("a direct read was refused: {errno}")) }, None));
         }
         // Damage at the first byte is the reader's error to report, not a reason to change the mode.
         Ok(_) | Err(_) => {}
     }
-    let misaligned =
-        stated.is_none() && probe(file, &mut buffer.as_mut_slice()[..PAGE_BYTES / 2], 1).is_ok();
+    let misaligned = stated.is_none() && probe(file, &mut buffer.as_mut_slice()[..PAGE_BYTES / 2], 1).is_ok();
     let doubt = misaligned.then(|| {
-        let name = FILE_SYSTEMS
-            .iter()
-            .find(|(magic, _)| *magic == fs)
-            .map_or("this file system", |(_, name)| name);
-        format!(
-            "{name} may serve some direct reads from the page cache, which cannot be told apart"
-        )
+        let name = FILE_SYSTEMS.iter().find(|(magic, _)| *magic == fs).map_or("this file system", |(_, name)| name);
+        format!("{name} may serve some direct reads from the page cache, which cannot be told apart")
     });
-    Ok((
-        Access::Direct {
-            mem_align: mem,
-            offset_align: offset,
-        },
-        doubt,
-    ))
+    Ok((Access::Direct { mem_align: mem, offset_align: offset }, doubt))
 }
 
 /// One read, repeated while a signal interrupts it.
@@ -216,13 +166,7 @@ fn stated_alignment(file: &File) -> Option<(u32, u32)> {
     let mut facts: libc::statx = unsafe { std::mem::zeroed() };
     // SAFETY: the descriptor is open, the path is an empty C string, and `facts` outlives the call.
     let rc = unsafe {
-        libc::statx(
-            file.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            libc::STATX_DIOALIGN,
-            &raw mut facts,
-        )
+        libc::statx(file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut facts)
     };
     let stated = rc == 0 && facts.stx_mask & libc::STATX_DIOALIGN != 0;
     stated.then_some((facts.stx_dio_mem_align, facts.stx_dio_offset_align))

@@ -59,25 +59,11 @@ impl FileSet {
     /// [`IoMode::Direct`] and a file would not really be read directly.
     pub fn open(paths: &[PathBuf], mode: IoMode) -> Result<FileSet, IoError> {
         if paths.len() > u32::MAX as usize {
-            return Err(IoError::BadRequest {
-                what: format!("{} files", paths.len()),
-            });
+            return Err(IoError::BadRequest { what: format!("{} files", paths.len()) });
         }
-        let files = paths
-            .iter()
-            .map(|path| open_file(path, mode))
-            .collect::<Result<Vec<_>, _>>()?;
-        let align = files
-            .iter()
-            .map(OpenFile::align)
-            .max()
-            .unwrap_or(SECTOR_BYTES);
-        Ok(FileSet {
-            mode,
-            align,
-            files,
-            warnings: Mutex::new(Vec::new()),
-        })
+        let files = paths.iter().map(|path| open_file(path, mode)).collect::<Result<Vec<_>, _>>()?;
+        let align = files.iter().map(OpenFile::align).max().unwrap_or(SECTOR_BYTES);
+        Ok(FileSet { mode, align, files, warnings: Mutex::new(Vec::new()) })
     }
 
     /// Files of the set.
@@ -133,10 +119,7 @@ impl FileSet {
         groups
             .into_iter()
             .map(|(text, path, count)| {
-                let name = path
-                    .file_name()
-                    .map_or(path.as_os_str(), |name| name)
-                    .display();
+                let name = path.file_name().map_or(path.as_os_str(), |name| name).display();
                 match count {
                     1 => format!("{name}: {text}"),
                     2 => format!("{name} and 1 more file: {text}"),
@@ -148,10 +131,7 @@ impl FileSet {
 
     /// Lines about files whose mode had to change after they were opened, each once, in order.
     pub fn warnings(&self) -> Vec<String> {
-        self.warnings
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.warnings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Reads `buf.len()` bytes at `offset`, at any alignment, through the page cache. For what is read once.
@@ -162,16 +142,8 @@ impl FileSet {
         self.checked_len(file)?;
         let entry = self.entry(file);
         let wanted = buf.len() as u64;
-        let range = |got: usize| ReadRange {
-            path: Arc::clone(&entry.path),
-            offset,
-            wanted,
-            got: got as u64,
-        };
-        if offset
-            .checked_add(wanted)
-            .is_none_or(|end| end > i64::MAX as u64)
-        {
+        let range = |got: usize| ReadRange { path: Arc::clone(&entry.path), offset, wanted, got: got as u64 };
+        if offset.checked_add(wanted).is_none_or(|end| end > i64::MAX as u64) {
             let what = format!("{wanted} bytes at {offset} pass the largest offset");
             return Err(IoError::BadRequest { what });
         }
@@ -185,10 +157,7 @@ impl FileSet {
                     let passing = matches!(errno.kind(), ErrnoKind::Interrupted | ErrnoKind::Again);
                     fruitless += 1;
                     if !passing || fruitless >= ATTEMPTS_MAX {
-                        return Err(IoError::Read {
-                            range: range(got),
-                            errno,
-                        });
+                        return Err(IoError::Read { range: range(got), errno });
                     }
                 }
             }
@@ -202,12 +171,8 @@ impl FileSet {
     /// [`IoError::Changed`] naming the first file that is gone, replaced, resized or rewritten.
     pub fn check_unchanged(&self) -> Result<(), IoError> {
         for entry in &self.files {
-            let changed = |what: String| IoError::Changed {
-                path: Arc::clone(&entry.path),
-                what,
-            };
-            let now = std::fs::metadata(&entry.path)
-                .map_err(|error| changed(format!("{}", Errno::of(&error))))?;
+            let changed = |what: String| IoError::Changed { path: Arc::clone(&entry.path), what };
+            let now = std::fs::metadata(&entry.path).map_err(|error| changed(format!("{}", Errno::of(&error))))?;
             let (old, now) = (entry.identity, Identity::of(&now));
             if (old.device, old.inode) != (now.device, now.inode) {
                 return Err(changed("another file has taken its place".to_owned()));
@@ -227,9 +192,7 @@ impl FileSet {
         let entry = self
             .files
             .get(file.0 as usize)
-            .ok_or_else(|| IoError::BadRequest {
-                what: format!("file {} of {}", file.0, self.files.len()),
-            })?;
+            .ok_or_else(|| IoError::BadRequest { what: format!("file {} of {}", file.0, self.files.len()) })?;
         Ok(entry.identity.bytes)
     }
 
@@ -241,33 +204,21 @@ impl FileSet {
     pub(crate) fn source(&self, file: FileId) -> Source {
         let entry = self.entry(file);
         match &entry.direct {
-            Some(direct) if entry.downgraded.get().is_none() => Source {
-                fd: direct.as_raw_fd(),
-                direct: true,
-            },
-            _ => Source {
-                fd: entry.plain.as_raw_fd(),
-                direct: false,
-            },
+            Some(direct) if entry.downgraded.get().is_none() => Source { fd: direct.as_raw_fd(), direct: true },
+            _ => Source { fd: entry.plain.as_raw_fd(), direct: false },
         }
     }
 
     /// The first file that is read directly.
     pub(crate) fn first_direct(&self) -> Option<FileId> {
-        (0..self.files.len() as u32)
-            .map(FileId)
-            .find(|file| self.source(*file).direct)
+        (0..self.files.len() as u32).map(FileId).find(|file| self.source(*file).direct)
     }
 
     /// What one call through the page cache returns: bytes, all there are, or a negative errno. For the simulator.
     pub(crate) fn read_once(&self, file: FileId, offset: u64, buf: &mut [u8]) -> i32 {
         let mut got = 0;
         while got < buf.len() {
-            match self
-                .entry(file)
-                .plain
-                .read_at(&mut buf[got..], offset + got as u64)
-            {
+            match self.entry(file).plain.read_at(&mut buf[got..], offset + got as u64) {
                 Ok(0) => break,
                 Ok(count) => got += count,
                 Err(error) if Errno::of(&error).kind() == ErrnoKind::Interrupted => {}
@@ -286,25 +237,12 @@ impl FileSet {
         let entry = self.entry(file);
         let why = format!("a direct read was refused: {errno}");
         if self.mode == IoMode::Direct {
-            return Err(IoError::DirectRefused {
-                path: Arc::clone(&entry.path),
-                why,
-            });
+            return Err(IoError::DirectRefused { path: Arc::clone(&entry.path), why });
         }
-        let line = format!(
-            "{}: {why}; reading it through the page cache",
-            entry.path.display()
-        );
-        if entry
-            .downgraded
-            .set(Access::Buffered { why: Some(why) })
-            .is_ok()
-        {
+        let line = format!("{}: {why}; reading it through the page cache", entry.path.display());
+        if entry.downgraded.set(Access::Buffered { why: Some(why) }).is_ok() {
             advise_random(&entry.plain);
-            self.warnings
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(line);
+            self.warnings.lock().unwrap_or_else(PoisonError::into_inner).push(line);
         }
         Ok(())
     }
@@ -322,20 +260,14 @@ impl FileSet {
 
 impl fmt::Debug for FileSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FileSet")
-            .field("mode", &self.mode)
-            .field("files", &self.files.len())
-            .finish_non_exhaustive()
+        f.debug_struct("FileSet").field("mode", &self.mode).field("files", &self.files.len()).finish_non_exhaustive()
     }
 }
 
 impl OpenFile {
     fn align(&self) -> u32 {
         match self.opened_as {
-            Access::Direct {
-                mem_align,
-                offset_align,
-            } => SECTOR_BYTES.max(mem_align).max(offset_align),
+            Access::Direct { mem_align, offset_align } => SECTOR_BYTES.max(mem_align).max(offset_align),
             _ => SECTOR_BYTES,
         }
     }
@@ -355,59 +287,29 @@ impl Identity {
 /// The one place where a file of a model is opened.
 fn open_file(path: &Path, mode: IoMode) -> Result<OpenFile, IoError> {
     let shared: Arc<Path> = Arc::from(path);
-    let refused = |error: std::io::Error| IoError::Open {
-        path: Arc::clone(&shared),
-        errno: Errno::of(&error),
-    };
+    let refused = |error: std::io::Error| IoError::Open { path: Arc::clone(&shared), errno: Errno::of(&error) };
     // A pipe would block the open and a device may act on it: look before opening.
     if !std::fs::metadata(path).map_err(refused)?.is_file() {
-        return Err(IoError::NotAFile {
-            path: Arc::clone(&shared),
-        });
+        return Err(IoError::NotAFile { path: Arc::clone(&shared) });
     }
     let plain = File::open(path).map_err(refused)?;
     let identity = Identity::of(&plain.metadata().map_err(refused)?);
-    let Evidence {
-        direct,
-        access: opened_as,
-        doubt,
-    } = match mode {
-        IoMode::Buffered => Evidence {
-            direct: None,
-            access: Access::Buffered { why: None },
-            doubt: None,
-        },
+    let Evidence { direct, access: opened_as, doubt } = match mode {
+        IoMode::Buffered => Evidence { direct: None, access: Access::Buffered { why: None }, doubt: None },
         IoMode::Auto | IoMode::Direct => open_directly(&shared)?,
     };
     if let Some(direct) = &direct
         && Identity::of(&direct.metadata().map_err(refused)?) != identity
     {
         let what = "another file has taken its place".to_owned();
-        return Err(IoError::Changed {
-            path: Arc::clone(&shared),
-            what,
-        });
+        return Err(IoError::Changed { path: Arc::clone(&shared), what });
     }
     match (&opened_as, mode) {
-        (
-            Access::SilentlyBuffered { why } | Access::Buffered { why: Some(why) },
-            IoMode::Direct,
-        ) => {
-            return Err(IoError::DirectRefused {
-                path: shared,
-                why: why.clone(),
-            });
+        (Access::SilentlyBuffered { why } | Access::Buffered { why: Some(why) }, IoMode::Direct) => {
+            return Err(IoError::DirectRefused { path: shared, why: why.clone() });
         }
         (Access::Direct { .. }, _) => {}
         _ => advise_random(&plain),
     }
-    Ok(OpenFile {
-        path: shared,
-        plain,
-        direct,
-        opened_as,
-        downgraded: OnceLock::new(),
-        doubt,
-        identity,
-    })
+    Ok(OpenFile { path: shared, plain, direct, opened_as, downgraded: OnceLock::new(), doubt, identity })
 }

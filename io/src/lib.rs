@@ -43,8 +43,8 @@ pub use access::{Access, IoMode};
 pub use arena::{Arena, ArenaReport, PageKind};
 pub use device::sim::{SimConfig, SimFault, sim_device};
 pub use device::{
-    Completion, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, Priority,
-    Read, RejectReason, Rejected, Wait, open_device,
+    Completion, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, Priority, Read, RejectReason,
+    Rejected, Wait, open_device,
 };
 pub use error::{Errno, IoError, ReadRange};
 pub use file::{FileId, FileSet};

@@ -218,11 +218,7 @@ mod tests {
 
     fn spans() -> impl Strategy<Value = Vec<FileSpan>> {
         let span = (0u32..3, 0u64..400_000, 1u64..60_000);
-        let span = span.prop_map(|(file, offset, len)| FileSpan {
-            file: FileId(file),
-            offset,
-            len,
-        });
+        let span = span.prop_map(|(file, offset, len)| FileSpan { file: FileId(file), offset, len });
         proptest::collection::vec(span, 1..7)
     }
 
@@ -243,9 +239,7 @@ mod tests {
     fn naive_blocks(spans: &[FileSpan]) -> Vec<(FileId, u64)> {
         let touched = |file: FileId, block: u64| {
             let (from, to) = (block * ALIGN, (block + 1) * ALIGN);
-            spans
-                .iter()
-                .any(|span| span.file == file && span.offset < to && span.offset + span.len > from)
+            spans.iter().any(|span| span.file == file && span.offset < to && span.offset + span.len > from)
         };
         let mut blocks = Vec::new();
         for file in (0..3).map(FileId) {
@@ -301,39 +295,18 @@ mod tests {
     }
 
     fn at(offset: u64, len: u64) -> FileSpan {
-        FileSpan {
-            file: FileId(0),
-            offset,
-            len,
-        }
+        FileSpan { file: FileId(0), offset, len }
     }
 
     #[test]
     fn an_expert_stored_in_one_piece_is_one_segment() {
         // Three matrices and their scales, packed one after the other from a sector border.
-        let spans = [
-            at(8192, 6_291_456),
-            at(6_299_648, 8192),
-            at(6_307_840, 6_291_456),
-            at(12_599_296, 100),
-        ];
+        let spans = [at(8192, 6_291_456), at(6_299_648, 8192), at(6_307_840, 6_291_456), at(12_599_296, 100)];
         let plan = layout_aligned(&spans, ALIGN).unwrap();
         assert_eq!(plan.segments.len(), 1);
-        assert_eq!(
-            (plan.segments[0].offset, plan.segments[0].want),
-            (8192, 12_591_204)
-        );
-        assert_eq!(
-            plan.slab_bytes, 12_595_200,
-            "up to the next multiple of 4096"
-        );
-        assert_eq!(
-            plan.places[3],
-            Place {
-                at: 12_591_104,
-                len: 100
-            }
-        );
+        assert_eq!((plan.segments[0].offset, plan.segments[0].want), (8192, 12_591_204));
+        assert_eq!(plan.slab_bytes, 12_595_200, "up to the next multiple of 4096");
+        assert_eq!(plan.places[3], Place { at: 12_591_104, len: 100 });
     }
 
     #[test]
@@ -341,11 +314,7 @@ mod tests {
         let plan = |gap: u64| layout_aligned(&[at(0, 4096), at(4096 + gap, 4096)], ALIGN).unwrap();
         assert_eq!(plan(65536).segments.len(), 1);
         assert_eq!(plan(65536).slab_bytes, 73_728);
-        assert_eq!(
-            plan(65537).segments.len(),
-            1,
-            "its first sector starts 65536 bytes on"
-        );
+        assert_eq!(plan(65537).segments.len(), 1, "its first sector starts 65536 bytes on");
         assert_eq!(plan(65536 + 4096).segments.len(), 2);
         assert_eq!(plan(65536 + 4096).slab_bytes, 8192);
     }
@@ -353,13 +322,7 @@ mod tests {
     #[test]
     fn what_cannot_be_planned_is_refused() {
         let bad = |spans: &[FileSpan]| {
-            assert!(
-                matches!(
-                    layout_aligned(spans, ALIGN),
-                    Err(IoError::BadRequest { .. })
-                ),
-                "{spans:?}"
-            );
+            assert!(matches!(layout_aligned(spans, ALIGN), Err(IoError::BadRequest { .. })), "{spans:?}");
         };
         bad(&[]);
         bad(&[at(0, 0)]);
@@ -367,13 +330,7 @@ mod tests {
         bad(&[at(i64::MAX as u64 - 10, 10)]);
         bad(&[at(0, SLAB_BYTES_MAX as u64 + 1)]);
         bad(&(0..9).map(|i| at(i * 1_000_000, 10)).collect::<Vec<_>>());
-        assert!(
-            layout_aligned(
-                &(0..8).map(|i| at(i * 1_000_000, 10)).collect::<Vec<_>>(),
-                ALIGN
-            )
-            .is_ok()
-        );
+        assert!(layout_aligned(&(0..8).map(|i| at(i * 1_000_000, 10)).collect::<Vec<_>>(), ALIGN).is_ok());
     }
 
     #[test]
@@ -381,31 +338,13 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(10_000).unwrap();
         let files = FileSet::open(&[file.path().to_owned()], IoMode::Auto).unwrap();
-        assert_eq!(
-            layout(&[at(0, 10_000)], &files).unwrap().segments[0].len,
-            12_288
-        );
+        assert_eq!(layout(&[at(0, 10_000)], &files).unwrap().segments[0].len, 12_288);
         for (offset, len) in [(0, 10_001), (10_000, 1), (u64::MAX, 2), (5, u64::MAX)] {
             let error = layout(&[at(offset, len)], &files).unwrap_err();
             let path = std::sync::Arc::from(file.path());
-            assert_eq!(
-                error,
-                IoError::OutOfFile {
-                    path,
-                    offset,
-                    len,
-                    file_bytes: 10_000
-                }
-            );
+            assert_eq!(error, IoError::OutOfFile { path, offset, len, file_bytes: 10_000 });
         }
-        let stranger = FileSpan {
-            file: FileId(1),
-            offset: 0,
-            len: 1,
-        };
-        assert!(matches!(
-            layout(&[stranger], &files),
-            Err(IoError::BadRequest { .. })
-        ));
+        let stranger = FileSpan { file: FileId(1), offset: 0, len: 1 };
+        assert!(matches!(layout(&[stranger], &files), Err(IoError::BadRequest { .. })));
     }
 }

@@ -30,29 +30,16 @@ impl SlabPool {
     /// # Errors
     /// [`IoError::BadRequest`] for empty slabs, no slab, or slabs above [`SLAB_BYTES_MAX`]; [`IoError::Memory`].
     pub fn new(slab_bytes: usize, slabs: usize) -> Result<SlabPool, IoError> {
-        if slab_bytes == 0 || slab_bytes > SLAB_BYTES_MAX || slabs == 0 || slabs > u32::MAX as usize
-        {
-            let what =
-                format!("{slabs} slabs of {slab_bytes} bytes; a slab has 1 to {SLAB_BYTES_MAX}");
+        if slab_bytes == 0 || slab_bytes > SLAB_BYTES_MAX || slabs == 0 || slabs > u32::MAX as usize {
+            let what = format!("{slabs} slabs of {slab_bytes} bytes; a slab has 1 to {SLAB_BYTES_MAX}");
             return Err(IoError::BadRequest { what });
         }
         let stride = SlabPool::stride_bytes(slab_bytes);
-        let bytes = stride.checked_mul(slabs).ok_or(IoError::Memory {
-            bytes: u64::MAX,
-            errno: Errno(libc::ENOMEM),
-        })?;
+        let bytes = stride.checked_mul(slabs).ok_or(IoError::Memory { bytes: u64::MAX, errno: Errno(libc::ENOMEM) })?;
         let arena = Arena::new(bytes)?;
         // Popped from the end: the lowest index goes out first.
         let free = Mutex::new((0..slabs as u32).rev().collect());
-        Ok(SlabPool {
-            inner: Arc::new(PoolInner {
-                arena,
-                slab_bytes,
-                stride,
-                slabs,
-                free,
-            }),
-        })
+        Ok(SlabPool { inner: Arc::new(PoolInner { arena, slab_bytes, stride, slabs, free }) })
     }
 
     /// Distance between slabs of `slab_bytes`: what one takes of the arena.
@@ -63,16 +50,8 @@ impl SlabPool {
 
     /// A free slab, with whatever bytes its last user left; `None` while all are out.
     pub fn take(&self) -> Option<Slab> {
-        let index = self
-            .inner
-            .free
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop()?;
-        Some(Slab {
-            pool: Arc::clone(&self.inner),
-            index,
-        })
+        let index = self.inner.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+        Some(Slab { pool: Arc::clone(&self.inner), index })
     }
 
     /// Bytes of a slab.
@@ -87,11 +66,7 @@ impl SlabPool {
 
     /// Slabs free now.
     pub fn free(&self) -> usize {
-        self.inner
-            .free
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .len()
+        self.inner.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     /// Which pages back the slabs.
@@ -117,13 +92,8 @@ impl SlabPool {
 
 impl fmt::Debug for SlabPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let PoolInner {
-            slab_bytes, slabs, ..
-        } = &*self.inner;
-        f.debug_struct("SlabPool")
-            .field("slab_bytes", slab_bytes)
-            .field("slabs", slabs)
-            .finish_non_exhaustive()
+        let PoolInner { slab_bytes, slabs, .. } = &*self.inner;
+        f.debug_struct("SlabPool").field("slab_bytes", slab_bytes).field("slabs", slabs).finish_non_exhaustive()
     }
 }
 
@@ -155,41 +125,26 @@ impl Slab {
     /// Address of `at`, for a device that owns this slab to let the kernel write `len` bytes there.
     pub(crate) fn address(&self, at: u32, len: u32) -> NonNull<u8> {
         let end = at as usize + len as usize;
-        assert!(
-            end <= self.pool.slab_bytes,
-            "{at} + {len} bytes in a slab of {}",
-            self.pool.slab_bytes
-        );
+        assert!(end <= self.pool.slab_bytes, "{at} + {len} bytes in a slab of {}", self.pool.slab_bytes);
         // SAFETY: `at` is inside the slab, by the assertion.
         unsafe { self.start().add(at as usize) }
     }
 
     fn start(&self) -> NonNull<u8> {
         // SAFETY: `index < slabs`, and the arena holds `slabs * stride` bytes.
-        unsafe {
-            self.pool
-                .arena
-                .base()
-                .add(self.index as usize * self.pool.stride)
-        }
+        unsafe { self.pool.arena.base().add(self.index as usize * self.pool.stride) }
     }
 }
 
 impl Drop for Slab {
     fn drop(&mut self) {
-        self.pool
-            .free
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(self.index);
+        self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.index);
     }
 }
 
 impl fmt::Debug for Slab {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slab")
-            .field("index", &self.index)
-            .finish_non_exhaustive()
+        f.debug_struct("Slab").field("index", &self.index).finish_non_exhaustive()
     }
 }
 
@@ -199,37 +154,23 @@ mod tests {
 
     #[test]
     fn slabs_are_aligned_apart_and_come_back() {
-        for (slab_bytes, slabs, stride) in [
-            (1, 3, 4096),
-            (5000, 40, 8192),
-            ((2 << 20) - 1, 3, 2 << 20),
-            (2 << 20, 2, 2 << 20),
-            (5 << 20, 3, 6 << 20),
-        ] {
+        for (slab_bytes, slabs, stride) in
+            [(1, 3, 4096), (5000, 40, 8192), ((2 << 20) - 1, 3, 2 << 20), (2 << 20, 2, 2 << 20), (5 << 20, 3, 6 << 20)]
+        {
             let pool = SlabPool::new(slab_bytes, slabs).unwrap();
             assert_eq!(pool.base().as_ptr() as usize % HUGE_PAGE_BYTES, 0);
             let mut taken: Vec<Slab> = std::iter::from_fn(|| pool.take()).collect();
             assert_eq!((taken.len(), pool.free()), (slabs, 0));
             for slab in &mut taken {
                 assert_eq!(slab.bytes().len(), slab_bytes);
-                assert!(
-                    slab.bytes().iter().all(|byte| *byte == 0),
-                    "fresh memory is zero"
-                );
-                assert_eq!(
-                    slab.bytes().as_ptr() as usize,
-                    pool.base().as_ptr() as usize + slab.index() * stride
-                );
+                assert!(slab.bytes().iter().all(|byte| *byte == 0), "fresh memory is zero");
+                assert_eq!(slab.bytes().as_ptr() as usize, pool.base().as_ptr() as usize + slab.index() * stride);
             }
             for slab in &mut taken {
                 let mark = slab.index() as u8 + 1;
                 slab.bytes_mut().fill(mark);
             }
-            assert!(taken.iter().all(|slab| {
-                slab.bytes()
-                    .iter()
-                    .all(|byte| *byte == slab.index() as u8 + 1)
-            }));
+            assert!(taken.iter().all(|slab| { slab.bytes().iter().all(|byte| *byte == slab.index() as u8 + 1) }));
             let last = taken.pop().unwrap().index();
             assert_eq!(pool.free(), 1);
             assert_eq!(pool.take().unwrap().index(), last);
@@ -244,12 +185,7 @@ mod tests {
         let mut slab = pool.take().unwrap();
         drop(pool);
         slab.bytes_mut().fill(3);
-        let there = std::thread::spawn(move || {
-            slab.bytes()
-                .iter()
-                .map(|byte| u32::from(*byte))
-                .sum::<u32>()
-        });
+        let there = std::thread::spawn(move || slab.bytes().iter().map(|byte| u32::from(*byte)).sum::<u32>());
         assert_eq!(there.join().unwrap(), 3 * 4096);
     }
 }

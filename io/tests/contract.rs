@@ -1,8 +1,5 @@
 //! What every device promises, asked of the ring, the reader threads and the simulator alike.
-#![allow(
-    clippy::unwrap_used,
-    reason = "a helper that fails is a test that fails"
-)]
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod common;
 

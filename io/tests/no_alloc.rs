@@ -1,12 +1,6 @@
 //! Once open, a device allocates nothing: not to submit, not to read, not to reap.
-#![allow(
-    unsafe_code,
-    reason = "a global allocator that counts is unsafe to write"
-)]
-#![allow(
-    clippy::unwrap_used,
-    reason = "a helper that fails is a test that fails"
-)]
+#![allow(unsafe_code, reason = "a global allocator that counts is unsafe to write")]
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod common;
 
@@ -41,14 +35,8 @@ fn read_some(device: &mut dyn Device, pool: &SlabPool, plans: &[SlabLayout]) {
     for round in 0..10 {
         for (tag, plan) in plans.iter().enumerate() {
             let tag = tag as u64;
-            let Some(slab) = pool.take() else {
-                panic!("a slab is missing")
-            };
-            let read = if (tag + round).is_multiple_of(2) {
-                demand(tag, plan)
-            } else {
-                lookahead(tag, plan)
-            };
+            let Some(slab) = pool.take() else { panic!("a slab is missing") };
+            let read = if (tag + round).is_multiple_of(2) { demand(tag, plan) } else { lookahead(tag, plan) };
             assert!(device.submit(read, slab).is_ok());
         }
         if round == 5 {
@@ -67,13 +55,8 @@ fn reading_allocates_nothing() {
         for mode in [IoMode::Auto, IoMode::Buffered] {
             let files = model.open(mode);
             let pool = SlabPool::new(2 << 20, 4).unwrap();
-            let plans: Vec<_> = (0..4)
-                .map(|i| plan_of(&files, &[span(0, i * 1_500_001, 1_900_000)]))
-                .collect();
-            let cfg = DeviceConfig {
-                chunk_bytes: Some(65536),
-                ..DeviceConfig::default()
-            };
+            let plans: Vec<_> = (0..4).map(|i| plan_of(&files, &[span(0, i * 1_500_001, 1_900_000)])).collect();
+            let cfg = DeviceConfig { chunk_bytes: Some(65536), ..DeviceConfig::default() };
             let mut device = open(kind, &cfg, &files, &pool);
             // Threads may still be starting during the first windows; an allocation per read shows in all of them.
             let windows: Vec<u64> = (0..6)
@@ -83,10 +66,7 @@ fn reading_allocates_nothing() {
                     ALLOCATIONS.load(Ordering::Relaxed) - before
                 })
                 .collect();
-            assert!(
-                windows.contains(&0),
-                "{kind:?}, {mode}: {windows:?} allocations in 40 reads"
-            );
+            assert!(windows.contains(&0), "{kind:?}, {mode}: {windows:?} allocations in 40 reads");
         }
     }
 }

@@ -1,8 +1,5 @@
 //! Faults with a seed: whatever the kernel answers, a read brings the right bytes or a named error.
-#![allow(
-    clippy::unwrap_used,
-    reason = "a helper that fails is a test that fails"
-)]
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod common;
 

@@ -122,10 +122,8 @@ fn plan(source: &ExpertSource, files: &FileSet) -> Result<(Entry, usize), IoErro
     let plan = layout(&spans, files)?;
     let (data, scales) = plan.places.split_at(matrices.len());
     let mut scales = scales.iter().copied();
-    let mut placed = matrices.iter().zip(data).map(|(m, &data)| placed(m, data, &mut scales));
-    let mut next = || placed.next().expect("three matrices were planned");
-    let entry =
-        Entry { segments: plan.segments, useful_bytes: plan.useful_bytes, gate: next(), up: next(), down: next() };
+    let [gate, up, down] = std::array::from_fn(|i| placed(matrices[i], data[i], &mut scales));
+    let entry = Entry { segments: plan.segments, useful_bytes: plan.useful_bytes, gate, up, down };
     Ok((entry, plan.slab_bytes as usize))
 }
 

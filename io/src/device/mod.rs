@@ -302,17 +302,8 @@ mod tests {
         for kind in [DeviceKind::Uring, DeviceKind::Threads] {
             for mode in [IoMode::Auto, IoMode::Direct] {
                 let mut files = FileSet::open(&[file.path().to_owned()], IoMode::Auto).unwrap();
-                if !matches!(
-                    files.access(FileId(0)),
-                    Access::Direct {
-                        offset_align: 2..,
-                        ..
-                    }
-                ) {
-                    eprintln!(
-                        "skipped: no direct reads with an alignment here: {:?}",
-                        files.describe()
-                    );
+                if !matches!(files.access(FileId(0)), Access::Direct { offset_align: 2.., .. }) {
+                    eprintln!("skipped: no direct reads with an alignment here: {:?}", files.describe());
                     return;
                 }
                 if mode == IoMode::Direct {
@@ -320,10 +311,7 @@ mod tests {
                 }
                 files.force_align(1);
                 let files = Arc::new(files);
-                let cfg = DeviceConfig {
-                    kind,
-                    ..DeviceConfig::default()
-                };
+                let cfg = DeviceConfig { kind, ..DeviceConfig::default() };
                 let mut device = match open_device(&cfg, Arc::clone(&files), &pool) {
                     Ok(device) => device,
                     Err(error @ IoError::RingRefused { .. }) => {
@@ -333,27 +321,13 @@ mod tests {
                     Err(error) => panic!("{error}"),
                 };
                 for tag in 0..2 {
-                    let segment = Segment {
-                        file: FileId(0),
-                        offset: 7,
-                        len: 16384,
-                        at: 0,
-                        want: 16384,
-                    };
+                    let segment = Segment { file: FileId(0), offset: 7, len: 16384, at: 0, want: 16384 };
                     let segments = Segments::from_slice(&[segment]).unwrap();
-                    let read = Read {
-                        tag,
-                        priority: Priority::Demand,
-                        segments,
-                    };
+                    let read = Read { tag, priority: Priority::Demand, segments };
                     device.submit(read, pool.take().unwrap()).unwrap();
                     let done = device.reap(Wait::Block).unwrap().unwrap();
                     if mode == IoMode::Direct {
-                        assert!(
-                            matches!(done.result, Err(IoError::DirectRefused { .. })),
-                            "{:?}",
-                            done.result
-                        );
+                        assert!(matches!(done.result, Err(IoError::DirectRefused { .. })), "{:?}", done.result);
                     } else {
                         done.result.unwrap();
                         assert_eq!(done.slab.bytes(), &content[7..7 + 16384]);
@@ -369,39 +343,18 @@ mod tests {
     fn configurations_out_of_range_are_refused() {
         let pool = SlabPool::new(4096, 1).unwrap();
         let files = Arc::new(FileSet::open(&[], IoMode::Auto).unwrap());
-        let ok = DeviceConfig {
-            kind: DeviceKind::Threads,
-            ..DeviceConfig::default()
-        };
+        let ok = DeviceConfig { kind: DeviceKind::Threads, ..DeviceConfig::default() };
         for bad in [
             DeviceConfig { queue: 0, ..ok },
             DeviceConfig { queue: 65537, ..ok },
             DeviceConfig { threads: 0, ..ok },
             DeviceConfig { threads: 65, ..ok },
-            DeviceConfig {
-                ring_entries: 1,
-                ..ok
-            },
-            DeviceConfig {
-                ring_entries: 32769,
-                ..ok
-            },
-            DeviceConfig {
-                chunk_bytes: Some(0),
-                ..ok
-            },
-            DeviceConfig {
-                chunk_bytes: Some(65537),
-                ..ok
-            },
+            DeviceConfig { ring_entries: 1, ..ok },
+            DeviceConfig { ring_entries: 32769, ..ok },
+            DeviceConfig { chunk_bytes: Some(0), ..ok },
+            DeviceConfig { chunk_bytes: Some(65537), ..ok },
         ] {
-            assert!(
-                matches!(
-                    open_device(&bad, Arc::clone(&files), &pool),
-                    Err(IoError::BadRequest { .. })
-                ),
-                "{bad:?}"
-            );
+            assert!(matches!(open_device(&bad, Arc::clone(&files), &pool), Err(IoError::BadRequest { .. })), "{bad:?}");
         }
         assert!(open_device(&ok, files, &pool).is_ok());
     }

@@ -3,9 +3,7 @@
 use crate::access::refuses_direct;
 use crate::error::{Errno, ErrnoKind};
 use crate::file::FileId;
-use crate::limits::{
-    AGAIN_MAX, ATTEMPTS_MAX, BACKOFF_NS_MAX, BACKOFF_NS_MIN, DAMAGE_RETRIES_MAX, SAME_END_MAX,
-};
+use crate::limits::{AGAIN_MAX, ATTEMPTS_MAX, BACKOFF_NS_MAX, BACKOFF_NS_MIN, DAMAGE_RETRIES_MAX, SAME_END_MAX};
 
 /// One contiguous request: file bytes `offset..offset + len` for `slab[at..at + len]`, of which `want` must arrive.
 #[derive(Clone, Copy, Debug, Default)]
@@ -55,28 +53,13 @@ pub(crate) enum Fault {
 impl Chunk {
     pub fn new(file: FileId, offset: u64, at: u32, len: u32, want: u32) -> Chunk {
         debug_assert!(want > 0 && want <= len);
-        Chunk {
-            file,
-            offset,
-            at,
-            len,
-            want,
-            ..Chunk::default()
-        }
+        Chunk { file, offset, at, len, want, ..Chunk::default() }
     }
 
     /// The next call. A direct read resumes at the aligned byte at or below the first missing one.
     pub fn call(&self, direct: bool, align: u32) -> Call {
-        let skip = if direct {
-            self.got & !(align - 1)
-        } else {
-            self.got
-        };
-        Call {
-            skip,
-            len: self.len - skip,
-            direct,
-        }
+        let skip = if direct { self.got & !(align - 1) } else { self.got };
+        Call { skip, len: self.len - skip, direct }
     }
 
     /// Takes the result of `call`: bytes, or a negative errno.
@@ -87,26 +70,18 @@ impl Chunk {
             Err(_) => self.refused(call, Errno(result.saturating_neg())),
         };
         match step {
-            Step::Again { .. } if self.attempts >= ATTEMPTS_MAX => Step::Failed(Fault::Stuck {
-                attempts: self.attempts,
-            }),
+            Step::Again { .. } if self.attempts >= ATTEMPTS_MAX => {
+                Step::Failed(Fault::Stuck { attempts: self.attempts })
+            }
             step => step,
         }
     }
 
     fn arrived(&mut self, call: Call, count: u32) -> Step {
-        assert!(
-            count <= call.len,
-            "the kernel returned {count} bytes for a read of {}",
-            call.len
-        );
+        assert!(count <= call.len, "the kernel returned {count} bytes for a read of {}", call.len);
         let end = call.skip + count;
         // Two reads that end at the same byte, or bring nothing, are the end of the file.
-        self.same_end = if count == 0 || end == self.got {
-            self.same_end + 1
-        } else {
-            0
-        };
+        self.same_end = if count == 0 || end == self.got { self.same_end + 1 } else { 0 };
         self.got = self.got.max(end);
         if self.got >= self.want {
             Step::Done
@@ -160,31 +135,10 @@ mod tests {
     fn a_short_direct_read_resumes_at_the_aligned_byte_and_a_buffered_one_exactly() {
         let mut direct = chunk(16384, 16384);
         let call = direct.call(true, 4096);
-        assert_eq!(
-            call,
-            Call {
-                skip: 0,
-                len: 16384,
-                direct: true
-            }
-        );
+        assert_eq!(call, Call { skip: 0, len: 16384, direct: true });
         assert_eq!(direct.advance(call, 5000), AGAIN);
-        assert_eq!(
-            direct.call(true, 4096),
-            Call {
-                skip: 4096,
-                len: 12288,
-                direct: true
-            }
-        );
-        assert_eq!(
-            direct.call(false, 4096),
-            Call {
-                skip: 5000,
-                len: 11384,
-                direct: false
-            }
-        );
+        assert_eq!(direct.call(true, 4096), Call { skip: 4096, len: 12288, direct: true });
+        assert_eq!(direct.call(false, 4096), Call { skip: 5000, len: 11384, direct: false });
         assert_eq!(direct.advance(direct.call(true, 4096), 12288), Step::Done);
     }
 
@@ -196,18 +150,12 @@ mod tests {
         let mut cut = chunk(8192, 8192);
         assert_eq!(cut.advance(cut.call(true, 4096), 5000), AGAIN);
         assert_eq!(cut.advance(cut.call(true, 4096), 904), AGAIN);
-        assert_eq!(
-            cut.advance(cut.call(true, 4096), 904),
-            Step::Failed(Fault::EndOfFile)
-        );
+        assert_eq!(cut.advance(cut.call(true, 4096), 904), Step::Failed(Fault::EndOfFile));
         assert_eq!(cut.got, 5000);
 
         let mut none = chunk(8192, 8192);
         assert_eq!(none.advance(none.call(false, 4096), 0), AGAIN);
-        assert_eq!(
-            none.advance(none.call(false, 4096), 0),
-            Step::Failed(Fault::EndOfFile)
-        );
+        assert_eq!(none.advance(none.call(false, 4096), 0), Step::Failed(Fault::EndOfFile));
     }
 
     #[test]
@@ -237,10 +185,7 @@ mod tests {
         assert_eq!(last, Step::Failed(Fault::Errno(Errno(libc::EAGAIN))));
         assert_eq!(pauses.len(), AGAIN_MAX as usize);
         assert!(pauses.windows(2).all(|pair| pair[0] <= pair[1]) && pauses[0] > 0);
-        assert!(
-            pauses.iter().sum::<u64>() < 2_000_000_000,
-            "the whole wait stays below two seconds"
-        );
+        assert!(pauses.iter().sum::<u64>() < 2_000_000_000, "the whole wait stays below two seconds");
 
         let mut signals = chunk(4096, 4096);
         let mut calls = 0;
@@ -251,29 +196,15 @@ mod tests {
                 step => break step,
             }
         };
-        assert_eq!(
-            (calls, last),
-            (
-                ATTEMPTS_MAX,
-                Step::Failed(Fault::Stuck {
-                    attempts: ATTEMPTS_MAX
-                })
-            )
-        );
+        assert_eq!((calls, last), (ATTEMPTS_MAX, Step::Failed(Fault::Stuck { attempts: ATTEMPTS_MAX })));
     }
 
     #[test]
     fn refusal_is_told_apart_from_failure_by_how_the_call_was_made() {
         for errno in [libc::EINVAL, libc::EOPNOTSUPP, libc::EPERM] {
             let mut c = chunk(4096, 4096);
-            assert_eq!(
-                c.advance(c.call(true, 4096), -errno),
-                Step::Refused(Errno(errno))
-            );
-            assert_eq!(
-                c.advance(c.call(false, 4096), -errno),
-                Step::Failed(Fault::Errno(Errno(errno)))
-            );
+            assert_eq!(c.advance(c.call(true, 4096), -errno), Step::Refused(Errno(errno)));
+            assert_eq!(c.advance(c.call(false, 4096), -errno), Step::Failed(Fault::Errno(Errno(errno))));
         }
     }
 }

@@ -130,31 +130,16 @@ impl Schedule {
     }
 
     /// Takes a read, or gives it back.
-    #[allow(
-        clippy::result_large_err,
-        reason = "boxing the rejection would allocate on the path that never allocates"
-    )]
+    #[allow(clippy::result_large_err, reason = "boxing the rejection would allocate on the path that never allocates")]
     pub fn admit(&mut self, read: Read, slab: Slab, now_ns: u64) -> Result<(), Rejected> {
         if let Err(error) = self.check(&read, &slab) {
-            return Err(Rejected {
-                slab,
-                read,
-                why: RejectReason::Bad(error),
-            });
+            return Err(Rejected { slab, read, why: RejectReason::Bad(error) });
         }
         if self.in_flight() >= self.limits.reads {
-            return Err(Rejected {
-                slab,
-                read,
-                why: RejectReason::Full,
-            });
+            return Err(Rejected { slab, read, why: RejectReason::Full });
         }
         let Some(slot) = self.free_slots.pop() else {
-            return Err(Rejected {
-                slab,
-                read,
-                why: RejectReason::Full,
-            });
+            return Err(Rejected { slab, read, why: RejectReason::Full });
         };
         self.tick(now_ns);
         self.active += 1;
@@ -171,12 +156,7 @@ impl Schedule {
         });
         let first = read.segments[0];
         let place = (first.file, first.offset);
-        let newcomer = Waiting {
-            priority: read.priority,
-            place,
-            submitted_ns: now_ns,
-            slot,
-        };
+        let newcomer = Waiting { priority: read.priority, place, submitted_ns: now_ns, slot };
         let position = self.waiting.partition_point(|other| *other < newcomer);
         self.waiting.insert(position, newcomer);
         Ok(())
@@ -184,11 +164,7 @@ impl Schedule {
 
     /// The next call to make, if depth allows one now.
     pub fn next(&mut self, now_ns: u64) -> Option<Issue> {
-        if let Some(position) = self
-            .again
-            .iter()
-            .position(|op| self.may_repeat(*op, now_ns))
-        {
+        if let Some(position) = self.again.iter().position(|op| self.may_repeat(*op, now_ns)) {
             let op = self.again.swap_remove(position);
             return Some(self.issue(op));
         }
@@ -197,11 +173,7 @@ impl Schedule {
         let (priority, segment) = (active.read.priority, active.read.segments[active.segment]);
         let rest = segment.len - active.inside;
         let busy = self.waiting.len() > self.limits.whole_when_waiting;
-        let len = if busy {
-            rest
-        } else {
-            rest.min(self.limits.chunk_bytes)
-        };
+        let len = if busy { rest } else { rest.min(self.limits.chunk_bytes) };
         if !self.fits(len, priority) {
             return None;
         }
@@ -215,13 +187,8 @@ impl Schedule {
         let active = self.slots[slot as usize].as_mut()?;
         active.started = true;
         let chunk = chunk_at(segment, active.inside, len);
-        self.ops[op as usize] = Op {
-            slot,
-            segment: active.segment,
-            chunk,
-            call: Call::default(),
-            not_before_ns: now_ns,
-        };
+        self.ops[op as usize] =
+            Op { slot, segment: active.segment, chunk, call: Call::default(), not_before_ns: now_ns };
         active.outstanding += 1;
         active.inside += len;
         // Padding after the last wanted byte is read with it or not at all.
@@ -284,25 +251,17 @@ impl Schedule {
 
     /// Whether `next` may have something once depth or time allows.
     pub fn has_work(&self) -> bool {
-        !self.waiting.is_empty()
-            || !self.again.is_empty()
-            || self.current.iter().any(Option::is_some)
+        !self.waiting.is_empty() || !self.again.is_empty() || self.current.iter().any(Option::is_some)
     }
 
     /// When the earliest paused request may go on.
     pub fn next_retry_ns(&self) -> Option<u64> {
-        self.again
-            .iter()
-            .map(|op| self.ops[*op as usize].not_before_ns)
-            .min()
+        self.again.iter().map(|op| self.ops[*op as usize].not_before_ns).min()
     }
 
     pub fn cancel_lookahead(&mut self, now_ns: u64) -> usize {
         let mut count = 0;
-        while let Some(last) = self
-            .waiting
-            .pop_if(|last| last.priority == Priority::Lookahead)
-        {
+        while let Some(last) = self.waiting.pop_if(|last| last.priority == Priority::Lookahead) {
             self.finish(last.slot, Err(IoError::Cancelled), now_ns);
             count += 1;
         }
@@ -322,10 +281,7 @@ impl Schedule {
             self.release(op, now_ns);
         }
         for slot in 0..self.slots.len() {
-            if self.slots[slot]
-                .as_ref()
-                .is_some_and(|active| active.outstanding == 0)
-            {
+            if self.slots[slot].as_ref().is_some_and(|active| active.outstanding == 0) {
                 self.finish(slot as u32, Err(IoError::Cancelled), now_ns);
             }
         }
@@ -342,14 +298,10 @@ impl Schedule {
 
     /// The bytes a call is to fill, for a device that fills them itself.
     pub fn call_bytes(&mut self, op: u32) -> &mut [u8] {
-        let Op {
-            slot, chunk, call, ..
-        } = self.ops[op as usize];
+        let Op { slot, chunk, call, .. } = self.ops[op as usize];
         let from = (chunk.at + call.skip) as usize;
         let active = self.slots[slot as usize].as_mut();
-        active.map_or(&mut [], |active| {
-            &mut active.slab.bytes_mut()[from..from + call.len as usize]
-        })
+        active.map_or(&mut [], |active| &mut active.slab.bytes_mut()[from..from + call.len as usize])
     }
 
     fn check(&self, read: &Read, slab: &Slab) -> Result<(), IoError> {
@@ -362,36 +314,19 @@ impl Schedule {
         }
         let (align, slab_bytes) = (u64::from(self.files.align()), self.pool.slab_bytes() as u64);
         let mut free_from = 0;
-        for Segment {
-            file,
-            offset,
-            len,
-            at,
-            want,
-        } in read.segments.iter().copied()
-        {
+        for Segment { file, offset, len, at, want } in read.segments.iter().copied() {
             self.files.checked_len(file)?;
             if want == 0 || want > len {
                 return bad(format!("{want} of {len} bytes wanted"));
             }
-            if !(is_aligned(offset, align)
-                && is_aligned(u64::from(len), align)
-                && is_aligned(u64::from(at), align))
-            {
-                return bad(format!(
-                    "{len} bytes at {offset} to {at} of the slab are not aligned to {align}"
-                ));
+            if !(is_aligned(offset, align) && is_aligned(u64::from(len), align) && is_aligned(u64::from(at), align)) {
+                return bad(format!("{len} bytes at {offset} to {at} of the slab are not aligned to {align}"));
             }
-            if offset
-                .checked_add(u64::from(len))
-                .is_none_or(|end| end > i64::MAX as u64)
-            {
+            if offset.checked_add(u64::from(len)).is_none_or(|end| end > i64::MAX as u64) {
                 return bad(format!("{len} bytes at {offset} pass the largest offset"));
             }
             if u64::from(at) < free_from || u64::from(at) + u64::from(len) > slab_bytes {
-                return bad(format!(
-                    "{len} bytes at {at} of a slab of {slab_bytes} whose first {free_from} are taken"
-                ));
+                return bad(format!("{len} bytes at {at} of a slab of {slab_bytes} whose first {free_from} are taken"));
             }
             free_from = u64::from(at) + u64::from(len);
         }
@@ -400,15 +335,8 @@ impl Schedule {
 
     /// Whether the pause of `op` is over and depth allows its call.
     fn may_repeat(&self, op: u32, now_ns: u64) -> bool {
-        let Op {
-            slot,
-            chunk,
-            not_before_ns,
-            ..
-        } = self.ops[op as usize];
-        let priority = self.slots[slot as usize]
-            .as_ref()
-            .map_or(Priority::Demand, |active| active.read.priority);
+        let Op { slot, chunk, not_before_ns, .. } = self.ops[op as usize];
+        let priority = self.slots[slot as usize].as_ref().map_or(Priority::Demand, |active| active.read.priority);
         not_before_ns <= now_ns && self.fits(chunk.len - chunk.got, priority)
     }
 
@@ -419,18 +347,11 @@ impl Schedule {
             if let Some(slot) = self.current[priority as usize] {
                 return Some((slot, None));
             }
-            let from = self
-                .waiting
-                .partition_point(|other| other.priority < priority);
-            let passed =
-                |other: &Waiting| (other.priority, Some(other.place)) <= (priority, self.head);
+            let from = self.waiting.partition_point(|other| other.priority < priority);
+            let passed = |other: &Waiting| (other.priority, Some(other.place)) <= (priority, self.head);
             let above = self.waiting.partition_point(passed);
             for position in [above, from] {
-                if let Some(found) = self
-                    .waiting
-                    .get(position)
-                    .filter(|found| found.priority == priority)
-                {
+                if let Some(found) = self.waiting.get(position).filter(|found| found.priority == priority) {
                     return Some((found.slot, Some(position)));
                 }
             }
@@ -457,12 +378,8 @@ impl Schedule {
         record.call = call;
         self.bytes_out += u64::from(call.len);
         self.calls_out += 1;
-        let slab = self.slots[record.slot as usize]
-            .as_ref()
-            .map(|active| &active.slab);
-        let Some(slab) = slab else {
-            unreachable!("operation {op} belongs to no read")
-        };
+        let slab = self.slots[record.slot as usize].as_ref().map(|active| &active.slab);
+        let Some(slab) = slab else { unreachable!("operation {op} belongs to no read") };
         Issue {
             op,
             file: chunk.file,
@@ -480,9 +397,7 @@ impl Schedule {
         let record = &mut self.ops[op as usize];
         record.not_before_ns = not_before_ns;
         let (slot, at) = (record.slot, record.chunk.at);
-        let failure = self.slots[slot as usize]
-            .as_ref()
-            .and_then(|active| active.failure.as_ref());
+        let failure = self.slots[slot as usize].as_ref().and_then(|active| active.failure.as_ref());
         if self.stopping || failure.is_some_and(|(failed_at, _)| *failed_at < at) {
             self.release(op, now_ns);
         } else {
@@ -537,15 +452,7 @@ impl Schedule {
 
     fn finish(&mut self, slot: u32, result: Result<(), IoError>, now_ns: u64) {
         self.tick(now_ns);
-        let Some(Active {
-            read,
-            slab,
-            submitted_ns,
-            started,
-            bytes,
-            ..
-        }) = self.slots[slot as usize].take()
-        else {
+        let Some(Active { read, slab, submitted_ns, started, bytes, .. }) = self.slots[slot as usize].take() else {
             return;
         };
         self.free_slots.push(slot);
@@ -557,26 +464,14 @@ impl Schedule {
             self.stats.service_ns += service_ns;
         }
         if result.is_ok() {
-            self.stats.useful_bytes += read
-                .segments
-                .iter()
-                .map(|segment| u64::from(segment.want))
-                .sum::<u64>();
+            self.stats.useful_bytes += read.segments.iter().map(|segment| u64::from(segment.want)).sum::<u64>();
         }
         let service = Duration::from_nanos(service_ns);
-        self.ready.push_back(Completion {
-            tag: read.tag,
-            slab,
-            result,
-            bytes,
-            service,
-        });
+        self.ready.push_back(Completion { tag: read.tag, slab, result, bytes, service });
     }
 
     fn failure(&self, slot: u32, segment: usize, chunk: &Chunk, fault: Fault) -> IoError {
-        let whole = self.slots[slot as usize]
-            .as_ref()
-            .map(|active| active.read.segments[segment]);
+        let whole = self.slots[slot as usize].as_ref().map(|active| active.read.segments[segment]);
         let whole = whole.unwrap_or_default();
         let range = ReadRange {
             path: self.files.shared_path(chunk.file),
@@ -605,13 +500,7 @@ impl Schedule {
 /// The request for `len` bytes from `inside` of a segment.
 fn chunk_at(segment: Segment, inside: u32, len: u32) -> Chunk {
     let want = (segment.want - inside).min(len);
-    Chunk::new(
-        segment.file,
-        segment.offset + u64::from(inside),
-        segment.at + inside,
-        len,
-        want,
-    )
+    Chunk::new(segment.file, segment.offset + u64::from(inside), segment.at + inside, len, want)
 }
 
 #[cfg(test)]
@@ -629,35 +518,17 @@ mod tests {
         let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
         let pool = SlabPool::new(SLAB as usize, 8).unwrap();
         let whole_when_waiting = usize::MAX;
-        let limits = Limits {
-            depth_bytes,
-            chunk_bytes: CHUNK,
-            whole_when_waiting,
-            calls,
-            reads: 8,
-        };
+        let limits = Limits { depth_bytes, chunk_bytes: CHUNK, whole_when_waiting, calls, reads: 8 };
         (Schedule::new(files, pool.clone(), limits), pool, file)
     }
 
     fn read(tag: u64, priority: Priority, offset: u64) -> Read {
-        let segment = Segment {
-            file: FileId(0),
-            offset,
-            len: SLAB,
-            at: 0,
-            want: SLAB,
-        };
-        Read {
-            tag,
-            priority,
-            segments: Segments::from_slice(&[segment]).unwrap(),
-        }
+        let segment = Segment { file: FileId(0), offset, len: SLAB, at: 0, want: SLAB };
+        Read { tag, priority, segments: Segments::from_slice(&[segment]).unwrap() }
     }
 
     fn offsets(schedule: &mut Schedule) -> Vec<u64> {
-        std::iter::from_fn(|| schedule.next(0))
-            .map(|issue| issue.offset / u64::from(CHUNK))
-            .collect()
+        std::iter::from_fn(|| schedule.next(0)).map(|issue| issue.offset / u64::from(CHUNK)).collect()
     }
 
     /// Completes every call that is out, in full, and hands out what may follow; the order of offsets in chunks.
@@ -675,34 +546,16 @@ mod tests {
         let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
         let slab = || pool.take().unwrap();
         let mib = u64::from(SLAB);
-        schedule
-            .admit(read(0, Priority::Lookahead, 0), slab(), 0)
-            .unwrap();
+        schedule.admit(read(0, Priority::Lookahead, 0), slab(), 0).unwrap();
         let first = schedule.next(0).unwrap();
-        schedule
-            .admit(read(1, Priority::Demand, 9 * mib), slab(), 0)
-            .unwrap();
-        schedule
-            .admit(read(2, Priority::Demand, 5 * mib), slab(), 0)
-            .unwrap();
-        schedule
-            .admit(read(3, Priority::Lookahead, 2 * mib), slab(), 0)
-            .unwrap();
+        schedule.admit(read(1, Priority::Demand, 9 * mib), slab(), 0).unwrap();
+        schedule.admit(read(2, Priority::Demand, 5 * mib), slab(), 0).unwrap();
+        schedule.admit(read(3, Priority::Lookahead, 2 * mib), slab(), 0).unwrap();
         assert_eq!(offsets(&mut schedule), [], "the depth is one chunk");
         schedule.complete(first.op, CHUNK as i32, 0);
-        let (five, nine, zero, two) = (
-            [20, 21, 22, 23],
-            [36, 37, 38, 39],
-            [1, 2, 3],
-            [8, 9, 10, 11],
-        );
-        assert_eq!(
-            run_dry(&mut schedule),
-            [&five[..], &nine, &zero, &two].concat()
-        );
-        let tags: Vec<u64> = std::iter::from_fn(|| schedule.take_ready())
-            .map(|done| done.tag)
-            .collect();
+        let (five, nine, zero, two) = ([20, 21, 22, 23], [36, 37, 38, 39], [1, 2, 3], [8, 9, 10, 11]);
+        assert_eq!(run_dry(&mut schedule), [&five[..], &nine, &zero, &two].concat());
+        let tags: Vec<u64> = std::iter::from_fn(|| schedule.take_ready()).map(|done| done.tag).collect();
         assert_eq!(tags, [2, 1, 0, 3]);
     }
 
@@ -711,9 +564,7 @@ mod tests {
         let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
         let mib = u64::from(SLAB);
         for (tag, offset) in [(0, 4 * mib), (1, 8 * mib)] {
-            schedule
-                .admit(read(tag, Priority::Demand, offset), pool.take().unwrap(), 0)
-                .unwrap();
+            schedule.admit(read(tag, Priority::Demand, offset), pool.take().unwrap(), 0).unwrap();
         }
         let mut order = Vec::new();
         for tag in 2..6 {
@@ -723,59 +574,29 @@ mod tests {
                 order.push(issue.offset / mib);
             }
             drop(schedule.take_ready());
-            schedule
-                .admit(
-                    read(tag as u64, Priority::Demand, 0),
-                    pool.take().unwrap(),
-                    0,
-                )
-                .unwrap();
+            schedule.admit(read(tag as u64, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();
         }
-        assert_eq!(
-            order[..8],
-            [4, 4, 4, 4, 8, 8, 8, 8],
-            "the sweep reaches 8 before it turns back to 0"
-        );
+        assert_eq!(order[..8], [4, 4, 4, 4, 8, 8, 8, 8], "the sweep reaches 8 before it turns back to 0");
     }
 
     #[test]
     fn bytes_and_calls_out_stay_below_their_caps() {
         let (mut schedule, pool, _file) = schedule(6 * u64::from(CHUNK), 64);
         for tag in 0..3 {
-            schedule
-                .admit(
-                    read(tag, Priority::Demand, tag << 20),
-                    pool.take().unwrap(),
-                    0,
-                )
-                .unwrap();
+            schedule.admit(read(tag, Priority::Demand, tag << 20), pool.take().unwrap(), 0).unwrap();
         }
         assert_eq!(offsets(&mut schedule), [0, 1, 2, 3, 4, 5]);
 
         let (mut schedule, pool, _file) = self::schedule(8 * u64::from(CHUNK), 64);
         for tag in 0..3 {
-            schedule
-                .admit(
-                    read(tag, Priority::Lookahead, tag << 20),
-                    pool.take().unwrap(),
-                    0,
-                )
-                .unwrap();
+            schedule.admit(read(tag, Priority::Lookahead, tag << 20), pool.take().unwrap(), 0).unwrap();
         }
-        assert_eq!(
-            offsets(&mut schedule),
-            [0, 1, 2, 3, 4, 5],
-            "lookahead leaves a quarter to demand"
-        );
-        schedule
-            .admit(read(7, Priority::Demand, 64 << 20), pool.take().unwrap(), 0)
-            .unwrap();
+        assert_eq!(offsets(&mut schedule), [0, 1, 2, 3, 4, 5], "lookahead leaves a quarter to demand");
+        schedule.admit(read(7, Priority::Demand, 64 << 20), pool.take().unwrap(), 0).unwrap();
         assert_eq!(offsets(&mut schedule), [256, 257]);
 
         let (mut schedule, pool, _file) = self::schedule(u64::MAX, 3);
-        schedule
-            .admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0)
-            .unwrap();
+        schedule.admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();
         assert_eq!(offsets(&mut schedule), [0, 1, 2]);
         assert_eq!(schedule.calls_out(), 3);
     }
@@ -785,31 +606,17 @@ mod tests {
         let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
         schedule.limits.whole_when_waiting = 2;
         for tag in 0..4 {
-            schedule
-                .admit(
-                    read(tag, Priority::Demand, tag << 20),
-                    pool.take().unwrap(),
-                    0,
-                )
-                .unwrap();
+            schedule.admit(read(tag, Priority::Demand, tag << 20), pool.take().unwrap(), 0).unwrap();
         }
-        let lens: Vec<u32> = std::iter::from_fn(|| schedule.next(0))
-            .map(|issue| issue.len / CHUNK)
-            .collect();
-        assert_eq!(
-            lens,
-            [4, 4, 1, 1, 1, 1, 1, 1, 1, 1],
-            "the first two had at least two behind them"
-        );
+        let lens: Vec<u32> = std::iter::from_fn(|| schedule.next(0)).map(|issue| issue.len / CHUNK).collect();
+        assert_eq!(lens, [4, 4, 1, 1, 1, 1, 1, 1, 1, 1], "the first two had at least two behind them");
     }
 
     #[test]
     fn the_error_reported_is_the_one_nearest_the_start_whatever_the_order() {
         for order in [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]] {
             let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
-            schedule
-                .admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0)
-                .unwrap();
+            schedule.admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();
             let issues: Vec<Issue> = std::iter::from_fn(|| schedule.next(0)).collect();
             // The file ends inside the second chunk; the rest returns nothing.
             let result = |offset: u64| (300_000 - offset as i64).clamp(0, i64::from(CHUNK)) as i32;
@@ -820,13 +627,8 @@ mod tests {
                 schedule.complete(issue.op, result(issue.offset), 0);
             }
             let done = schedule.take_ready().unwrap();
-            let IoError::EndOfFile { range } = done.result.unwrap_err() else {
-                panic!("not the end of the file")
-            };
-            assert_eq!(
-                (range.offset, range.wanted, range.got),
-                (0, u64::from(SLAB), 300_000)
-            );
+            let IoError::EndOfFile { range } = done.result.unwrap_err() else { panic!("not the end of the file") };
+            assert_eq!((range.offset, range.wanted, range.got), (0, u64::from(SLAB), 300_000));
             assert_eq!(schedule.in_flight(), 0);
         }
     }
@@ -834,50 +636,28 @@ mod tests {
     #[test]
     fn an_abandoned_slab_is_never_given_back() {
         let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
-        schedule
-            .admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0)
-            .unwrap();
+        schedule.admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();
         assert!(schedule.next(0).is_some());
-        schedule
-            .admit(read(1, Priority::Demand, 0), pool.take().unwrap(), 0)
-            .unwrap();
+        schedule.admit(read(1, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();
         schedule.abandon();
         drop(schedule);
-        assert_eq!(
-            pool.free(),
-            7,
-            "the one the kernel has stays out, the other comes back"
-        );
+        assert_eq!(pool.free(), 7, "the one the kernel has stays out, the other comes back");
     }
 
     #[test]
     fn stopping_gives_back_what_the_kernel_does_not_have() {
         let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
         for tag in 0..3 {
-            schedule
-                .admit(
-                    read(tag, Priority::Demand, tag << 20),
-                    pool.take().unwrap(),
-                    0,
-                )
-                .unwrap();
+            schedule.admit(read(tag, Priority::Demand, tag << 20), pool.take().unwrap(), 0).unwrap();
         }
         let issue = schedule.next(0).unwrap();
         schedule.stop(0);
         assert!(schedule.next(0).is_none());
-        let results: Vec<_> = std::iter::from_fn(|| schedule.take_ready())
-            .map(|done| (done.tag, done.result))
-            .collect();
-        assert_eq!(
-            results,
-            [(1, Err(IoError::Cancelled)), (2, Err(IoError::Cancelled))]
-        );
+        let results: Vec<_> =
+            std::iter::from_fn(|| schedule.take_ready()).map(|done| (done.tag, done.result)).collect();
+        assert_eq!(results, [(1, Err(IoError::Cancelled)), (2, Err(IoError::Cancelled))]);
         schedule.complete(issue.op, CHUNK as i32, 0);
-        assert_eq!(
-            schedule.take_ready().unwrap().result,
-            Err(IoError::Cancelled),
-            "three chunks never went out"
-        );
+        assert_eq!(schedule.take_ready().unwrap().result, Err(IoError::Cancelled), "three chunks never went out");
         assert_eq!((schedule.in_flight(), pool.free()), (0, 8));
     }
 }

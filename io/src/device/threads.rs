@@ -22,11 +22,7 @@ pub(crate) fn open(
     let limits = Limits {
         depth_bytes: cfg.depth_for(pool.slab_bytes()),
         chunk_bytes: cfg.chunk_for(THREAD_CHUNK_BYTES, &files),
-        whole_when_waiting: if cfg.chunk_bytes.is_none() {
-            cfg.threads - 1
-        } else {
-            usize::MAX
-        },
+        whole_when_waiting: if cfg.chunk_bytes.is_none() { cfg.threads - 1 } else { usize::MAX },
         // A request that waits to be repeated keeps its operation, which must not stop a thread that is idle.
         calls: cfg.threads * 4,
         reads: cfg.queue,

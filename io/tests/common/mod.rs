@@ -1,9 +1,6 @@
 //! Files whose every byte is known from its position, and every device there is.
 #![allow(dead_code, reason = "each test file uses its own part")]
-#![allow(
-    clippy::unwrap_used,
-    reason = "a helper that fails is a test that fails"
-)]
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

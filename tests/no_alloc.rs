@@ -1,0 +1,113 @@
+//! A decode step after the first allocates nothing: every buffer was sized when the engine was opened.
+#![allow(clippy::unwrap_used)]
+#![allow(unsafe_code)]
+
+#[path = "common/engines.rs"]
+mod engines;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::ops::ControlFlow;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
+use engines::{Arithmetic, Model, Reader, Setup, has_ring, open};
+use millstream::engine::Job;
+use millstream::engine::sampler::Sampling;
+use millstream_io::IoMode;
+
+/// Counts every allocation of the process, whatever thread makes it.
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+/// A backtrace is printed for the first allocation while this is set.
+static WATCHED: AtomicBool = AtomicBool::new(false);
+
+fn count(size: usize) {
+    ALLOCATIONS.fetch_add(1, Relaxed);
+    if WATCHED.swap(false, Relaxed) {
+        eprintln!("{size} bytes allocated at\n{}", std::backtrace::Backtrace::force_capture());
+    }
+}
+
+// SAFETY: every call is passed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size());
+        // SAFETY: the caller keeps the contract of `alloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size());
+        // SAFETY: the caller keeps the contract of `alloc_zeroed`.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count(size);
+        // SAFETY: the caller keeps the contract of `realloc`.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller keeps the contract of `dealloc`.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+const TOKENS: usize = 24;
+
+/// Allocations between the second token and the last, and the reads of the whole generation.
+fn allocations(arithmetic: &Arithmetic, setup: &Setup, sampling: Sampling) -> (u64, u64) {
+    let mut engine = open(arithmetic, setup).unwrap();
+    let prompt = arithmetic.model.prompt(25);
+    let job = Job { prompt, max_tokens: TOKENS, sampling, stop_ids: vec![] };
+    let (mut tokens, mut before, mut after) = (0, 0, 0);
+    let show = std::env::var_os("NO_ALLOC_BACKTRACE").is_some();
+    let outcome = engine.generate(&job, &AtomicBool::new(false), &mut |_| {
+        tokens += 1;
+        match tokens {
+            2 => {
+                before = ALLOCATIONS.load(Relaxed);
+                WATCHED.store(show, Relaxed);
+            }
+            TOKENS => {
+                WATCHED.store(false, Relaxed);
+                after = ALLOCATIONS.load(Relaxed);
+            }
+            _ => {}
+        }
+        ControlFlow::Continue(())
+    });
+    assert_eq!(outcome.unwrap().ids.len(), TOKENS);
+    assert!(before > 0, "the counter counts");
+    (after - before, engine.store().stats().reads)
+}
+
+// One test in this file: what another one allocated meanwhile would be counted.
+#[test]
+fn a_token_after_the_first_allocates_nothing() {
+    let drawn = Sampling { temperature: 0.8, top_k: 40, top_p: 0.95, min_p: 0.02, seed: 7 };
+    let mut readers = vec![Reader::Threads];
+    if has_ring() {
+        readers.push(Reader::Ring);
+    }
+    for reader in readers {
+        for io in [IoMode::Auto, IoMode::Buffered] {
+            for arithmetic in
+                [Model::Tiny, Model::TinyInt4Groups, Model::TalesInt4].into_iter().flat_map(Arithmetic::all)
+            {
+                for (threads, sampling) in [(1, Sampling::greedy()), (2, drawn)] {
+                    let setup = Setup { slabs: 3, reader, io, threads, ..Setup::default() };
+                    let (allocations, reads) = allocations(&arithmetic, &setup, sampling);
+                    assert!(reads > TOKENS as u64, "the pool holds everything: {reads} reads");
+                    assert_eq!(allocations, 0, "{arithmetic:?} {setup:?}, NO_ALLOC_BACKTRACE=1 shows where");
+                }
+            }
+        }
+    }
+}
