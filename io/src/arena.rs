@@ -51,19 +51,9 @@ impl Arena {
     /// # Errors
     /// [`IoError::Memory`] with the size where the memory cannot be had.
     pub fn new(bytes: usize) -> Result<Arena, IoError> {
-        let too_big = || IoError::Memory {
-            bytes: bytes as u64,
-            errno: Errno(libc::ENOMEM),
-        };
-        let unit = if bytes >= HUGE_PAGE_BYTES {
-            HUGE_PAGE_BYTES
-        } else {
-            PAGE_BYTES
-        };
-        let rounded = bytes
-            .max(1)
-            .checked_next_multiple_of(unit)
-            .ok_or_else(too_big)?;
+        let too_big = || IoError::Memory { bytes: bytes as u64, errno: Errno(libc::ENOMEM) };
+        let unit = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { PAGE_BYTES };
+        let rounded = bytes.max(1).checked_next_multiple_of(unit).ok_or_else(too_big)?;
         if rounded > isize::MAX as usize - 4 * HUGE_PAGE_BYTES {
             return Err(too_big());
         }
@@ -106,21 +96,12 @@ impl Arena {
     pub fn report(&self) -> ArenaReport {
         let bytes = self.bytes as u64;
         if self.hugetlb {
-            return ArenaReport {
-                bytes,
-                huge_bytes: bytes,
-                kind: PageKind::HugeTlb,
-                note: None,
-            };
+            return ArenaReport { bytes, huge_bytes: bytes, kind: PageKind::HugeTlb, note: None };
         }
         let start = self.base.as_ptr() as u64;
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
         let huge_bytes = anon_huge_bytes(&smaps, start, start + bytes).min(bytes);
-        let kind = if huge_bytes * 2 >= bytes {
-            PageKind::Transparent
-        } else {
-            PageKind::Small
-        };
+        let kind = if huge_bytes * 2 >= bytes { PageKind::Transparent } else { PageKind::Small };
         let wished = bytes - bytes % HUGE_PAGE_BYTES as u64;
         let note = (huge_bytes < wished).then(|| {
             format!(
@@ -130,29 +111,17 @@ impl Arena {
                 wished >> 20
             )
         });
-        ArenaReport {
-            bytes,
-            huge_bytes,
-            kind,
-            note,
-        }
+        ArenaReport { bytes, huge_bytes, kind, note }
     }
 
     fn reserved_huge(bytes: usize) -> Option<Arena> {
         if !bytes.is_multiple_of(HUGE_PAGE_BYTES) {
             return None;
         }
-        let flags =
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
         let mapping = map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags).ok()?;
         // mmap reserved the pages, but a cgroup may still refuse them: then the arena falls back to ordinary memory.
-        let arena = Arena {
-            base: mapping,
-            bytes,
-            mapping,
-            mapping_bytes: bytes,
-            hugetlb: true,
-        };
+        let arena = Arena { base: mapping, bytes, mapping, mapping_bytes: bytes, hugetlb: true };
         (arena.advise(libc::MADV_POPULATE_WRITE) == 0).then_some(arena)
     }
 
@@ -161,31 +130,16 @@ impl Arena {
         // with the mapping and the report counts only its own pages.
         let mapping_bytes = bytes + 2 * HUGE_PAGE_BYTES;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        let refused = |errno| IoError::Memory {
-            bytes: bytes as u64,
-            errno,
-        };
+        let refused = |errno| IoError::Memory { bytes: bytes as u64, errno };
         let mapping = map(mapping_bytes, libc::PROT_NONE, flags).map_err(refused)?;
         let start = mapping.as_ptr() as usize;
         let skip = (start + PAGE_BYTES).next_multiple_of(HUGE_PAGE_BYTES) - start;
         debug_assert!(skip + bytes < mapping_bytes);
         // SAFETY: `skip + bytes` is below `mapping_bytes`, so the address stays inside the mapping.
         let base = unsafe { mapping.add(skip) };
-        let arena = Arena {
-            base,
-            bytes,
-            mapping,
-            mapping_bytes,
-            hugetlb: false,
-        };
+        let arena = Arena { base, bytes, mapping, mapping_bytes, hugetlb: false };
         // SAFETY: the range was just mapped by this function and nobody else knows it.
-        let rc = unsafe {
-            libc::mprotect(
-                base.as_ptr().cast(),
-                bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-            )
-        };
+        let rc = unsafe { libc::mprotect(base.as_ptr().cast(), bytes, libc::PROT_READ | libc::PROT_WRITE) };
         if rc != 0 {
             return Err(refused(Errno::last()));
         }
@@ -200,11 +154,7 @@ impl Arena {
             let work = |index: usize| move || self.populate_range(index * piece, piece);
             // Where no thread can be had the caller does the piece itself.
             let workers: Vec<_> = (1..pieces)
-                .map(|index| {
-                    std::thread::Builder::new()
-                        .spawn_scoped(scope, work(index))
-                        .map_err(|_| index)
-                })
+                .map(|index| std::thread::Builder::new().spawn_scoped(scope, work(index)).map_err(|_| index))
                 .collect();
             let first = self.populate_range(0, piece);
             let rest = workers.into_iter().map(|worker| match worker {
@@ -214,10 +164,7 @@ impl Arena {
             rest.chain([first]).collect()
         });
         match results.into_iter().find(|errno| *errno != 0) {
-            Some(errno) => Err(IoError::Memory {
-                bytes: self.bytes as u64,
-                errno: Errno(errno),
-            }),
+            Some(errno) => Err(IoError::Memory { bytes: self.bytes as u64, errno: Errno(errno) }),
             None => Ok(()),
         }
     }
@@ -232,9 +179,7 @@ impl Arena {
             // SAFETY: `from` is below `bytes`, so the address is inside the mapping.
             let start = unsafe { self.base.add(from) };
             // SAFETY: the range is part of this mapping; populating changes no byte.
-            let rc = unsafe {
-                libc::madvise(start.as_ptr().cast(), end - from, libc::MADV_POPULATE_WRITE)
-            };
+            let rc = unsafe { libc::madvise(start.as_ptr().cast(), end - from, libc::MADV_POPULATE_WRITE) };
             match if rc == 0 { 0 } else { Errno::last().0 } {
                 0 => return 0,
                 libc::EINTR | libc::EAGAIN => {}
@@ -270,10 +215,7 @@ impl Drop for Arena {
 
 impl fmt::Debug for Arena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Arena")
-            .field("bytes", &self.bytes)
-            .field("hugetlb", &self.hugetlb)
-            .finish()
+        f.debug_struct("Arena").field("bytes", &self.bytes).field("hugetlb", &self.hugetlb).finish()
     }
 }
 
@@ -298,12 +240,7 @@ fn anon_huge_bytes(smaps: &str, start: u64, end: u64) -> u64 {
         if let Some((from, to)) = mapping_range(line) {
             inside = from < end && to > start;
         } else if inside && let Some(rest) = line.strip_prefix("AnonHugePages:") {
-            kib += rest
-                .trim()
-                .trim_end_matches("kB")
-                .trim()
-                .parse::<u64>()
-                .unwrap_or(0);
+            kib += rest.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap_or(0);
         }
     }
     kib * 1024
@@ -312,10 +249,7 @@ fn anon_huge_bytes(smaps: &str, start: u64, end: u64) -> u64 {
 /// The address range a mapping's first line starts with.
 fn mapping_range(line: &str) -> Option<(u64, u64)> {
     let (from, to) = line.split_whitespace().next()?.split_once('-')?;
-    Some((
-        u64::from_str_radix(from, 16).ok()?,
-        u64::from_str_radix(to, 16).ok()?,
-    ))
+    Some((u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
 }
 
 #[cfg(test)]
@@ -331,10 +265,7 @@ mod tests {
             arena.as_mut_slice().fill(9);
             assert_eq!(arena.as_slice().last(), Some(&9));
         }
-        assert!(matches!(
-            Arena::new(usize::MAX),
-            Err(IoError::Memory { .. })
-        ));
+        assert!(matches!(Arena::new(usize::MAX), Err(IoError::Memory { .. })));
         assert!(matches!(Arena::new(1 << 50), Err(IoError::Memory { .. })));
     }
 
@@ -343,18 +274,9 @@ mod tests {
         let smaps = "7f0000000000-7f0000200000 rw-p 00000000 00:00 0\nSize: 2048 kB\nAnonHugePages:      2048 kB\n\
                      7f0000200000-7f0000400000 rw-p 00000000 00:00 0\nAnonHugePages:         0 kB\n\
                      7f0000400000-7f0000800000 rw-p 00000000 00:00 0\nAnonHugePages:      4096 kB\n";
-        assert_eq!(
-            anon_huge_bytes(smaps, 0x7f00_0000_0000, 0x7f00_0040_0000),
-            2 << 20
-        );
-        assert_eq!(
-            anon_huge_bytes(smaps, 0x7f00_0020_0000, 0x7f00_0040_0000),
-            0
-        );
-        assert_eq!(
-            anon_huge_bytes(smaps, 0x7f00_0000_0000, 0x7f00_0080_0000),
-            6 << 20
-        );
+        assert_eq!(anon_huge_bytes(smaps, 0x7f00_0000_0000, 0x7f00_0040_0000), 2 << 20);
+        assert_eq!(anon_huge_bytes(smaps, 0x7f00_0020_0000, 0x7f00_0040_0000), 0);
+        assert_eq!(anon_huge_bytes(smaps, 0x7f00_0000_0000, 0x7f00_0080_0000), 6 << 20);
         assert_eq!(anon_huge_bytes("", 0, u64::MAX), 0);
     }
 
@@ -364,16 +286,9 @@ mod tests {
         if std::env::var_os("MILLSTREAM_IO_NO_THP").is_none() {
             let name = "arena::tests::without_huge_pages_the_arena_works_and_says_what_it_costs";
             let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-            let output = child
-                .args(["--exact", name])
-                .env("MILLSTREAM_IO_NO_THP", "1")
-                .output()
-                .unwrap();
+            let output = child.args(["--exact", name]).env("MILLSTREAM_IO_NO_THP", "1").output().unwrap();
             let text = String::from_utf8_lossy(&output.stdout);
-            assert!(
-                output.status.success() && text.contains("1 passed"),
-                "{output:?}"
-            );
+            assert!(output.status.success() && text.contains("1 passed"), "{output:?}");
             return;
         }
         // SAFETY: the call takes numbers only and changes how this process's later mappings are backed.
@@ -385,15 +300,9 @@ mod tests {
             eprintln!("skipped: huge pages are reserved here");
             return;
         }
-        assert_eq!(
-            (report.bytes, report.huge_bytes, report.kind),
-            (8 << 20, 0, PageKind::Small)
-        );
+        assert_eq!((report.bytes, report.huge_bytes, report.kind), (8 << 20, 0, PageKind::Small));
         let note = report.note.unwrap();
-        assert!(
-            note.contains("8 of 8 MiB") && note.contains("transparent_hugepage"),
-            "{note}"
-        );
+        assert!(note.contains("8 of 8 MiB") && note.contains("transparent_hugepage"), "{note}");
         arena.as_mut_slice().fill(1);
     }
 }

@@ -45,10 +45,7 @@ impl Segments {
     pub fn from_slice(segments: &[Segment]) -> Option<Segments> {
         let mut items = [Segment::default(); MAX_SEGMENTS];
         items.get_mut(..segments.len())?.copy_from_slice(segments);
-        Some(Segments {
-            items,
-            count: segments.len() as u8,
-        })
+        Some(Segments { items, count: segments.len() as u8 })
     }
 
     /// Bytes asked of the kernel, all segments together.
@@ -96,18 +93,9 @@ pub struct SlabLayout {
 pub fn layout(spans: &[FileSpan], files: &FileSet) -> Result<SlabLayout, IoError> {
     for span in spans {
         let file_bytes = files.checked_len(span.file)?;
-        if span
-            .offset
-            .checked_add(span.len)
-            .is_none_or(|end| end > file_bytes)
-        {
+        if span.offset.checked_add(span.len).is_none_or(|end| end > file_bytes) {
             let path = files.shared_path(span.file);
-            return Err(IoError::OutOfFile {
-                path,
-                offset: span.offset,
-                len: span.len,
-                file_bytes,
-            });
+            return Err(IoError::OutOfFile { path, offset: span.offset, len: span.len, file_bytes });
         }
     }
     layout_aligned(spans, u64::from(files.align()))
@@ -119,27 +107,16 @@ fn layout_aligned(spans: &[FileSpan], align: u64) -> Result<SlabLayout, IoError>
     let ranges = joined_ranges(spans, align)?;
     let total: u64 = ranges.iter().map(|(_, range)| range.len).sum();
     if ranges.len() > MAX_SEGMENTS {
-        return Err(bad(format!(
-            "{} separate file ranges, at most {MAX_SEGMENTS} fit one read",
-            ranges.len()
-        )));
+        return Err(bad(format!("{} separate file ranges, at most {MAX_SEGMENTS} fit one read", ranges.len())));
     }
     if total > SLAB_BYTES_MAX as u64 {
-        return Err(bad(format!(
-            "{total} bytes in one read, at most {SLAB_BYTES_MAX}"
-        )));
+        return Err(bad(format!("{total} bytes in one read, at most {SLAB_BYTES_MAX}")));
     }
 
     let mut at = 0u64;
     let mut segments: Vec<Segment> = Vec::with_capacity(ranges.len());
     for (file, range) in &ranges {
-        segments.push(Segment {
-            file: *file,
-            offset: range.offset,
-            len: range.len as u32,
-            at: at as u32,
-            want: 0,
-        });
+        segments.push(Segment { file: *file, offset: range.offset, len: range.len as u32, at: at as u32, want: 0 });
         at += range.len;
     }
     let mut places = Vec::with_capacity(spans.len());
@@ -152,25 +129,13 @@ fn layout_aligned(spans: &[FileSpan], align: u64) -> Result<SlabLayout, IoError>
         let home = home.ok_or_else(|| bad(format!("span {index} has no range")))?;
         let inside = (span.offset - home.offset) as u32;
         home.want = home.want.max(inside + span.len as u32);
-        places.push(Place {
-            at: home.at + inside,
-            len: span.len as u32,
-        });
+        places.push(Place { at: home.at + inside, len: span.len as u32 });
     }
     let useful: u64 = spans.iter().map(|span| span.len).sum();
-    let useful_bytes = u32::try_from(useful).map_err(|_| {
-        bad(format!(
-            "{useful} bytes in one read, at most {SLAB_BYTES_MAX}"
-        ))
-    })?;
-    let segments =
-        Segments::from_slice(&segments).ok_or_else(|| bad("too many ranges".to_owned()))?;
-    Ok(SlabLayout {
-        segments,
-        places,
-        slab_bytes: total as u32,
-        useful_bytes,
-    })
+    let useful_bytes =
+        u32::try_from(useful).map_err(|_| bad(format!("{useful} bytes in one read, at most {SLAB_BYTES_MAX}")))?;
+    let segments = Segments::from_slice(&segments).ok_or_else(|| bad("too many ranges".to_owned()))?;
+    Ok(SlabLayout { segments, places, slab_bytes: total as u32, useful_bytes })
 }
 
 /// The aligned ranges to read, in order of file and offset, joined where they touch, overlap or nearly do.
@@ -184,12 +149,8 @@ fn joined_ranges(spans: &[FileSpan], align: u64) -> Result<Vec<(FileId, Cover)>,
         if span.len == 0 {
             return Err(bad(format!("span {index} is empty")));
         }
-        let whole = cover(span.offset, span.len, align).ok_or_else(|| {
-            bad(format!(
-                "{} bytes at {} pass the largest offset",
-                span.len, span.offset
-            ))
-        })?;
+        let whole = cover(span.offset, span.len, align)
+            .ok_or_else(|| bad(format!("{} bytes at {} pass the largest offset", span.len, span.offset)))?;
         covers.push((span.file, whole, index));
     }
     covers.sort_by_key(|(file, whole, index)| (*file, whole.offset, *index));
@@ -197,9 +158,7 @@ fn joined_ranges(spans: &[FileSpan], align: u64) -> Result<Vec<(FileId, Cover)>,
     let mut ranges: Vec<(FileId, Cover)> = Vec::new();
     for (file, whole, _) in &covers {
         match ranges.last_mut() {
-            Some((last_file, last))
-                if last_file == file && whole.offset <= last.end() + GAP_BYTES_MAX =>
-            {
+            Some((last_file, last)) if last_file == file && whole.offset <= last.end() + GAP_BYTES_MAX => {
                 last.len = last.end().max(whole.end()) - last.offset;
             }
             _ => ranges.push((*file, *whole)),

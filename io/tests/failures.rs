@@ -1,10 +1,7 @@
 //! The machine refuses something: what runs instead, and what it says.
 //!
 //! Filters and limits hold for a whole process or thread, so most cases run in a child, which is this program again.
-#![allow(
-    clippy::unwrap_used,
-    reason = "a helper that fails is a test that fails"
-)]
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod common;
 
@@ -12,12 +9,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use common::{
-    Model, check_bytes, child, demand, is_root, open_to_all, plan_of, span, succeeded, write_file,
-};
+use common::{Model, check_bytes, child, demand, is_root, open_to_all, plan_of, span, succeeded, write_file};
 use millstream_io::{
-    Access, Device, DeviceConfig, DeviceKind, Errno, FileId, FileSet, IoError, IoMode, PageKind,
-    SlabPool, Wait, open_device,
+    Access, Device, DeviceConfig, DeviceKind, Errno, FileId, FileSet, IoError, IoMode, PageKind, SlabPool, Wait,
+    open_device,
 };
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
@@ -28,9 +23,7 @@ fn reads_well(device: &mut dyn Device, files: &FileSet, pool: &SlabPool) {
     let spans = [span(0, 1, MIB)];
     let plan = plan_of(files, &spans);
     for tag in 0..2 {
-        device
-            .submit(demand(tag, &plan), pool.take().unwrap())
-            .unwrap();
+        device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
         let done = device.reap(Wait::Block).unwrap().unwrap();
         done.result.unwrap();
         check_bytes(&plan, &spans, done.slab.bytes(), device.describe().name);
@@ -52,11 +45,7 @@ fn public_file() -> (tempfile::TempDir, PathBuf) {
 /// Forbids io_uring to this thread and those it starts.
 fn forbid_io_uring(action: SeccompAction) {
     let arch = TargetArch::try_from(std::env::consts::ARCH).unwrap();
-    let calls = [
-        libc::SYS_io_uring_setup,
-        libc::SYS_io_uring_enter,
-        libc::SYS_io_uring_register,
-    ];
+    let calls = [libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register];
     let rules: BTreeMap<i64, Vec<_>> = calls.into_iter().map(|call| (call, vec![])).collect();
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, action, arch).unwrap();
     let program = BpfProgram::try_from(filter).unwrap();
@@ -64,10 +53,7 @@ fn forbid_io_uring(action: SeccompAction) {
 }
 
 fn config(kind: DeviceKind) -> DeviceConfig {
-    DeviceConfig {
-        kind,
-        ..DeviceConfig::default()
-    }
+    DeviceConfig { kind, ..DeviceConfig::default() }
 }
 
 /// Runs what the parent asked for; nothing when run as an ordinary test.
@@ -83,41 +69,26 @@ fn child_entry() {
             let (_dir, path) = public_file();
             let files = Arc::new(FileSet::open(&[path], IoMode::Auto).unwrap());
             forbid_io_uring(SeccompAction::KillProcess);
-            drop(open_device(
-                &config(DeviceKind::Uring),
-                files,
-                &pool_for_mib(),
-            ));
+            drop(open_device(&config(DeviceKind::Uring), files, &pool_for_mib()));
         }
         "killed-threads" => {
             let (_dir, path) = public_file();
             forbid_io_uring(SeccompAction::KillProcess);
-            let (files, pool) = (
-                Arc::new(FileSet::open(&[path], IoMode::Auto).unwrap()),
-                pool_for_mib(),
-            );
-            let mut device =
-                open_device(&config(DeviceKind::Threads), Arc::clone(&files), &pool).unwrap();
+            let (files, pool) = (Arc::new(FileSet::open(&[path], IoMode::Auto).unwrap()), pool_for_mib());
+            let mut device = open_device(&config(DeviceKind::Threads), Arc::clone(&files), &pool).unwrap();
             assert_eq!(device.describe().fallback, None);
             reads_well(&mut *device, &files, &pool);
         }
         "memlock-0" => {
             let (_dir, path) = public_file();
-            let (files, pool) = (
-                Arc::new(FileSet::open(&[path], IoMode::Auto).unwrap()),
-                pool(1),
-            );
+            let (files, pool) = (Arc::new(FileSet::open(&[path], IoMode::Auto).unwrap()), pool(1));
             match open_device(&config(DeviceKind::Uring), Arc::clone(&files), &pool) {
                 Err(error @ IoError::RingRefused { .. }) => assert!(error.hint().is_some()),
                 Err(error) => panic!("{error}"),
                 // Kernels differ in what they count; without registration nothing has to be locked.
-                Ok(device) => println!(
-                    "the ring works without locked memory: {:?}",
-                    device.describe()
-                ),
+                Ok(device) => println!("the ring works without locked memory: {:?}", device.describe()),
             }
-            let mut device =
-                open_device(&config(DeviceKind::Auto), Arc::clone(&files), &pool).unwrap();
+            let mut device = open_device(&config(DeviceKind::Auto), Arc::clone(&files), &pool).unwrap();
             println!("report {:?}", device.describe());
             reads_well(&mut *device, &files, &pool);
         }
@@ -125,63 +96,38 @@ fn child_entry() {
             let (_dir, path) = public_file();
             let files = Arc::new(FileSet::open(&[path], IoMode::Auto).unwrap());
             let pool = SlabPool::new(2 * MIB as usize, 5).unwrap();
-            let mut device =
-                open_device(&config(DeviceKind::Auto), Arc::clone(&files), &pool).unwrap();
+            let mut device = open_device(&config(DeviceKind::Auto), Arc::clone(&files), &pool).unwrap();
             println!("report {:?}", device.describe());
             if device.describe().name == "io_uring" {
                 let limit: u64 = argument.parse().unwrap();
                 // Slabs are registered whole: 2 MiB each, 10 MiB together.
                 let registered = device.describe().registered_bytes;
                 assert!(registered <= limit * MIB && registered.is_multiple_of(2 * MIB));
-                assert_eq!(
-                    registered > 0,
-                    limit >= 4,
-                    "half the limit must do, whoever else locks memory"
-                );
+                assert_eq!(registered > 0, limit >= 4, "half the limit must do, whoever else locks memory");
                 assert_eq!(device.describe().notes.len(), 1);
                 let note = &device.describe().notes[0];
-                assert!(
-                    note.contains(&format!("{} of 10 MiB", registered / MIB)),
-                    "{note}"
-                );
-                assert!(
-                    note.contains(&format!("locked: {limit} MiB")) && note.contains("ulimit -l"),
-                    "{note}"
-                );
+                assert!(note.contains(&format!("{} of 10 MiB", registered / MIB)), "{note}");
+                assert!(note.contains(&format!("locked: {limit} MiB")) && note.contains("ulimit -l"), "{note}");
             }
             reads_well(&mut *device, &files, &pool);
         }
         "unreadable" => {
             let error = FileSet::open(&[PathBuf::from(argument)], IoMode::Auto).unwrap_err();
-            let IoError::Open { path, errno } = &error else {
-                panic!("{error:?}")
-            };
+            let IoError::Open { path, errno } = &error else { panic!("{error:?}") };
             assert_eq!((path.to_str(), errno.name()), (Some(argument), "EACCES"));
         }
         "descriptors" => {
             let dir = tempfile::tempdir_in("/tmp").unwrap();
-            let paths: Vec<_> = (0..64)
-                .map(|file| write_file(dir.path(), file, 10))
-                .collect();
+            let paths: Vec<_> = (0..64).map(|file| write_file(dir.path(), file, 10)).collect();
             let error = FileSet::open(&paths, IoMode::Auto).unwrap_err();
-            let IoError::Open { path, errno } = &error else {
-                panic!("{error:?}")
-            };
+            let IoError::Open { path, errno } = &error else { panic!("{error:?}") };
             assert_eq!(errno.name(), "EMFILE");
             assert!(paths.iter().any(|known| **known == **path));
             assert!(error.hint().unwrap().contains("ulimit -n"));
         }
         "address-space" => {
-            let Err(error) = SlabPool::new(20 * MIB as usize, 100) else {
-                panic!("2 GiB fit into 1")
-            };
-            assert_eq!(
-                error,
-                IoError::Memory {
-                    bytes: 2_097_152_000,
-                    errno: Errno(libc::ENOMEM)
-                }
-            );
+            let Err(error) = SlabPool::new(20 * MIB as usize, 100) else { panic!("2 GiB fit into 1") };
+            assert_eq!(error, IoError::Memory { bytes: 2_097_152_000, errno: Errno(libc::ENOMEM) });
             assert!(error.hint().is_some());
         }
         _ => panic!("unknown case {name}"),
@@ -199,33 +145,19 @@ fn io_uring_denied_by_a_filter_falls_back_with_the_cause() {
             let pool = pool_for_mib();
             for mode in [IoMode::Auto, IoMode::Buffered] {
                 let files = Arc::new(FileSet::open(&paths, mode).unwrap());
-                let error = open_device(&config(DeviceKind::Uring), Arc::clone(&files), &pool)
-                    .err()
-                    .unwrap();
-                let IoError::RingRefused {
-                    step,
-                    errno: got,
-                    remedy,
-                } = &error
-                else {
-                    panic!("{error:?}")
-                };
+                let error = open_device(&config(DeviceKind::Uring), Arc::clone(&files), &pool).err().unwrap();
+                let IoError::RingRefused { step, errno: got, remedy } = &error else { panic!("{error:?}") };
                 assert_eq!((*step, got.0), ("io_uring_setup", errno));
-                assert!(
-                    remedy.contains("seccomp") || remedy.contains("io_uring_disabled"),
-                    "{remedy}"
-                );
+                assert!(remedy.contains("seccomp") || remedy.contains("io_uring_disabled"), "{remedy}");
 
-                let mut device =
-                    open_device(&config(DeviceKind::Auto), Arc::clone(&files), &pool).unwrap();
+                let mut device = open_device(&config(DeviceKind::Auto), Arc::clone(&files), &pool).unwrap();
                 let report = device.describe().clone();
                 assert_eq!(report.name, "threads");
                 let fallback = report.fallback.unwrap();
                 assert!(!fallback.contains('\n'));
                 if matches!(files.access(FileId(0)), Access::Direct { .. }) {
                     assert!(
-                        fallback.contains("io_uring_setup")
-                            && fallback.contains(Errno(errno).name()),
+                        fallback.contains("io_uring_setup") && fallback.contains(Errno(errno).name()),
                         "{fallback}"
                     );
                 }
@@ -242,11 +174,7 @@ fn io_uring_denied_by_a_filter_falls_back_with_the_cause() {
 fn a_filter_that_kills_spares_the_reader_threads() {
     use std::os::unix::process::ExitStatusExt;
     let killed = child("child_entry", "killed-ring", "", false);
-    assert_eq!(
-        killed.status.signal(),
-        Some(libc::SIGSYS),
-        "the filter works: {killed:?}"
-    );
+    assert_eq!(killed.status.signal(), Some(libc::SIGSYS), "the filter works: {killed:?}");
     succeeded(child("child_entry", "killed-threads", "", false));
 }
 
@@ -260,61 +188,31 @@ fn without_lockable_memory_something_still_reads() {
 fn slabs_beyond_the_lock_limit_are_read_unregistered_with_one_note() {
     for (limit_kib, limit_mib) in [(1024, 1), (8192, 8)] {
         let before = format!("ulimit -l {limit_kib}");
-        let text = succeeded(child(
-            "child_entry",
-            &format!("memlock={limit_mib}"),
-            &before,
-            true,
-        ));
+        let text = succeeded(child("child_entry", &format!("memlock={limit_mib}"), &before, true));
         eprintln!("{text}");
     }
 }
 
 #[test]
 fn an_arena_that_does_not_fit_is_refused_with_its_size() {
-    succeeded(child(
-        "child_entry",
-        "address-space",
-        "ulimit -v 1048576",
-        false,
-    ));
+    succeeded(child("child_entry", "address-space", "ulimit -v 1048576", false));
     // More than any address space holds.
-    assert!(matches!(
-        SlabPool::new(1 << 30, 1 << 30),
-        Err(IoError::Memory { .. })
-    ));
-    assert!(matches!(
-        SlabPool::new((1 << 30) + 1, 1),
-        Err(IoError::BadRequest { .. })
-    ));
-    assert!(matches!(
-        SlabPool::new(0, 1),
-        Err(IoError::BadRequest { .. })
-    ));
-    assert!(matches!(
-        SlabPool::new(1, 0),
-        Err(IoError::BadRequest { .. })
-    ));
+    assert!(matches!(SlabPool::new(1 << 30, 1 << 30), Err(IoError::Memory { .. })));
+    assert!(matches!(SlabPool::new((1 << 30) + 1, 1), Err(IoError::BadRequest { .. })));
+    assert!(matches!(SlabPool::new(0, 1), Err(IoError::BadRequest { .. })));
+    assert!(matches!(SlabPool::new(1, 0), Err(IoError::BadRequest { .. })));
 }
 
 #[test]
 fn direct_refused_at_open_is_buffered_or_an_error() {
     let path = PathBuf::from("/proc/version");
     let files = FileSet::open(std::slice::from_ref(&path), IoMode::Auto).unwrap();
-    let Access::Buffered { why: Some(why) } = files.access(FileId(0)) else {
-        panic!("{:?}", files.access(FileId(0)))
-    };
+    let Access::Buffered { why: Some(why) } = files.access(FileId(0)) else { panic!("{:?}", files.access(FileId(0))) };
     assert!(why.contains("EINVAL"), "{why}");
     let lines = files.describe();
-    assert!(
-        lines.len() == 1 && lines[0].contains("version") && lines[0].contains("EINVAL"),
-        "{lines:?}"
-    );
+    assert!(lines.len() == 1 && lines[0].contains("version") && lines[0].contains("EINVAL"), "{lines:?}");
     let error = FileSet::open(std::slice::from_ref(&path), IoMode::Direct).unwrap_err();
-    assert!(
-        matches!(&error, IoError::DirectRefused { path: named, .. } if **named == *path),
-        "{error:?}"
-    );
+    assert!(matches!(&error, IoError::DirectRefused { path: named, .. } if **named == *path), "{error:?}");
     assert!(error.hint().is_some());
     let asked = FileSet::open(&[path], IoMode::Buffered).unwrap();
     assert_eq!(asked.access(FileId(0)), &Access::Buffered { why: None });
@@ -335,18 +233,12 @@ fn direct_accepted_and_ignored_is_reported_and_not_called_direct() {
             panic!("{:?}", files.access(FileId(0)))
         }
     }
-    assert!(matches!(
-        FileSet::open(&[path], IoMode::Direct),
-        Err(IoError::DirectRefused { .. })
-    ));
+    assert!(matches!(FileSet::open(&[path], IoMode::Direct), Err(IoError::DirectRefused { .. })));
     for kind in [DeviceKind::Auto, DeviceKind::Threads] {
         let pool = pool_for_mib();
         let mut device = open_device(&config(kind), Arc::clone(&files), &pool).unwrap();
         assert_eq!(device.describe().name, "threads");
-        assert_eq!(
-            device.describe().fallback.is_some(),
-            kind == DeviceKind::Auto
-        );
+        assert_eq!(device.describe().fallback.is_some(), kind == DeviceKind::Auto);
         reads_well(&mut *device, &files, &pool);
     }
 }
@@ -355,19 +247,9 @@ fn direct_accepted_and_ignored_is_reported_and_not_called_direct() {
 fn a_shard_that_cannot_be_opened_is_named() {
     let model = Model::new(&[10, 10]);
     let missing = model.dir.path().join("part-9.bin");
-    let paths = vec![
-        model.paths[0].clone(),
-        missing.clone(),
-        model.paths[1].clone(),
-    ];
+    let paths = vec![model.paths[0].clone(), missing.clone(), model.paths[1].clone()];
     let error = FileSet::open(&paths, IoMode::Auto).unwrap_err();
-    assert_eq!(
-        error,
-        IoError::Open {
-            path: Arc::from(&*missing),
-            errno: Errno(libc::ENOENT)
-        }
-    );
+    assert_eq!(error, IoError::Open { path: Arc::from(&*missing), errno: Errno(libc::ENOENT) });
     assert!(error.to_string().contains("part-9.bin") && error.hint().is_some());
 
     let error = FileSet::open(&[model.dir.path().to_owned()], IoMode::Auto).unwrap_err();
@@ -375,12 +257,7 @@ fn a_shard_that_cannot_be_opened_is_named() {
 
     let (_dir, path) = public_file();
     std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o000)).unwrap();
-    succeeded(child(
-        "child_entry",
-        &format!("unreadable={}", path.display()),
-        "",
-        true,
-    ));
+    succeeded(child("child_entry", &format!("unreadable={}", path.display()), "", true));
     succeeded(child("child_entry", "descriptors", "ulimit -n 32", false));
     if !is_root() {
         eprintln!("note: run as root to test the change of user as well");
@@ -395,10 +272,7 @@ fn a_file_replaced_resized_or_rewritten_is_noticed() {
         files.check_unchanged().unwrap();
         what(&model.paths[1]);
         let error = files.check_unchanged().unwrap_err();
-        assert!(
-            matches!(&error, IoError::Changed { path, .. } if **path == *model.paths[1]),
-            "{error:?}"
-        );
+        assert!(matches!(&error, IoError::Changed { path, .. } if **path == *model.paths[1]), "{error:?}");
         // The descriptor still leads to the file that was opened, whatever the name does.
         assert_eq!(files.len_bytes(FileId(1)), 200);
         error.to_string()
@@ -409,21 +283,13 @@ fn a_file_replaced_resized_or_rewritten_is_noticed() {
         std::fs::rename(copy, path).unwrap();
     });
     assert!(replaced.contains("another file"), "{replaced}");
-    let resized = change(&|path| {
-        std::fs::OpenOptions::new()
-            .write(true)
-            .open(path)
-            .unwrap()
-            .set_len(150)
-            .unwrap()
-    });
+    let resized = change(&|path| std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(150).unwrap());
     assert!(resized.contains("150 bytes, were 200"), "{resized}");
     let gone = change(&|path| std::fs::remove_file(path).unwrap());
     assert!(gone.contains("ENOENT"), "{gone}");
     let rewritten = change(&|path| {
         let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
-        file.set_modified(std::time::SystemTime::UNIX_EPOCH)
-            .unwrap();
+        file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
     });
     assert!(rewritten.contains("modification time"), "{rewritten}");
 }
@@ -432,11 +298,7 @@ fn a_file_replaced_resized_or_rewritten_is_noticed() {
 fn the_arena_says_which_pages_it_has() {
     let pool = SlabPool::new(19 * MIB as usize, 4).unwrap();
     let report = pool.report();
-    assert_eq!(
-        report.bytes,
-        80 * MIB,
-        "a slab of 19 MiB has a stride of 20"
-    );
+    assert_eq!(report.bytes, 80 * MIB, "a slab of 19 MiB has a stride of 20");
     assert!(report.huge_bytes <= report.bytes);
     match report.kind {
         PageKind::HugeTlb => assert_eq!(report.huge_bytes, report.bytes),

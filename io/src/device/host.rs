@@ -10,9 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crate::device::schedule::Schedule;
-use crate::device::{
-    Completion, Device, DeviceReport, DeviceStats, Read, RejectReason, Rejected, Wait,
-};
+use crate::device::{Completion, Device, DeviceReport, DeviceStats, Read, RejectReason, Rejected, Wait};
 use crate::error::IoError;
 use crate::pool::Slab;
 
@@ -50,12 +48,7 @@ pub(crate) struct Hosted {
 impl Shared {
     pub fn new(schedule: Schedule) -> Arc<Shared> {
         Arc::new(Shared {
-            state: Mutex::new(State {
-                schedule,
-                dead: None,
-                stop: false,
-                asleep: false,
-            }),
+            state: Mutex::new(State { schedule, dead: None, stop: false, asleep: false }),
             ready: Condvar::new(),
             work: Condvar::new(),
             epoch: Instant::now(),
@@ -87,18 +80,8 @@ impl Shared {
 }
 
 impl Hosted {
-    pub fn new(
-        shared: Arc<Shared>,
-        waker: Waker,
-        threads: Vec<JoinHandle<()>>,
-        report: DeviceReport,
-    ) -> Hosted {
-        Hosted {
-            shared,
-            waker,
-            threads,
-            report,
-        }
+    pub fn new(shared: Arc<Shared>, waker: Waker, threads: Vec<JoinHandle<()>>, report: DeviceReport) -> Hosted {
+        Hosted { shared, waker, threads, report }
     }
 
     pub fn push_thread(&mut self, thread: JoinHandle<()>) {
@@ -154,10 +137,7 @@ impl Device for Hosted {
                     if left.is_zero() {
                         return Ok(None);
                     }
-                    ready
-                        .wait_timeout(state, left)
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .0
+                    ready.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
                 }
             };
         }
@@ -223,42 +203,16 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
         let pool = SlabPool::new(4096, 4).unwrap();
-        let limits = Limits {
-            depth_bytes: 4096,
-            chunk_bytes: 4096,
-            whole_when_waiting: usize::MAX,
-            calls: 4,
-            reads: 4,
-        };
+        let limits =
+            Limits { depth_bytes: 4096, chunk_bytes: 4096, whole_when_waiting: usize::MAX, calls: 4, reads: 4 };
         let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
         let there = Arc::clone(&shared);
         let threads = vec![std::thread::spawn(move || thread(there))];
-        let device = Hosted::new(
-            Arc::clone(&shared),
-            Waker::Condvar,
-            threads,
-            DeviceReport::default(),
-        );
-        let segment = Segment {
-            file: FileId(0),
-            offset: 0,
-            len: 4096,
-            at: 0,
-            want: 4096,
-        };
+        let device = Hosted::new(Arc::clone(&shared), Waker::Condvar, threads, DeviceReport::default());
+        let segment = Segment { file: FileId(0), offset: 0, len: 4096, at: 0, want: 4096 };
         let segments = Segments::from_slice(&[segment]).unwrap();
-        let read = Read {
-            tag: 0,
-            priority: Priority::Demand,
-            segments,
-        };
-        Fixture {
-            device,
-            shared,
-            pool,
-            read,
-            _file: file,
-        }
+        let read = Read { tag: 0, priority: Priority::Demand, segments };
+        Fixture { device, shared, pool, read, _file: file }
     }
 
     fn take_issue(shared: &Shared) -> Issue {
@@ -272,12 +226,7 @@ mod tests {
 
     #[test]
     fn a_dead_device_latches_and_keeps_only_what_the_kernel_has() {
-        let Fixture {
-            mut device,
-            pool,
-            read,
-            ..
-        } = fixture(|shared| {
+        let Fixture { mut device, pool, read, .. } = fixture(|shared| {
             let lost = take_issue(&shared);
             assert_eq!(lost.len, 4096);
             shared.lock().schedule.abandon();
@@ -287,19 +236,9 @@ mod tests {
             // The second may meet the death already; either way its slab must not be lost.
             drop(device.submit(read, pool.take().unwrap()));
         }
-        for wait in [
-            Wait::Block,
-            Wait::No,
-            Wait::AtMost(Duration::from_secs(1000)),
-            Wait::Block,
-        ] {
+        for wait in [Wait::Block, Wait::No, Wait::AtMost(Duration::from_secs(1000)), Wait::Block] {
             while let Ok(None) = device.reap(wait) {}
-            assert_eq!(
-                device.reap(wait).unwrap_err(),
-                IoError::DeviceDied {
-                    cause: "the test says so".to_owned()
-                }
-            );
+            assert_eq!(device.reap(wait).unwrap_err(), IoError::DeviceDied { cause: "the test says so".to_owned() });
         }
         let rejected = device.submit(read, pool.take().unwrap()).unwrap_err();
         assert!(matches!(rejected.why, RejectReason::Dead(_)));
@@ -311,52 +250,23 @@ mod tests {
     #[test]
     fn a_bounded_wait_ends_and_leaves_the_read_in_flight() {
         let (go, going) = mpsc::channel::<()>();
-        let Fixture {
-            mut device,
-            pool,
-            read,
-            ..
-        } = fixture(move |shared| {
+        let Fixture { mut device, pool, read, .. } = fixture(move |shared| {
             let issue = take_issue(&shared);
             going.recv().unwrap();
             shared.lock().schedule.complete(issue.op, 4096, 0);
             shared.notify_ready();
         });
         device.submit(read, pool.take().unwrap()).unwrap();
-        assert!(
-            device
-                .reap(Wait::AtMost(Duration::from_millis(5)))
-                .unwrap()
-                .is_none()
-        );
+        assert!(device.reap(Wait::AtMost(Duration::from_millis(5))).unwrap().is_none());
         assert_eq!((device.in_flight(), pool.free()), (1, 3));
         go.send(()).unwrap();
-        assert!(
-            device
-                .reap(Wait::AtMost(Duration::from_secs(1000)))
-                .unwrap()
-                .unwrap()
-                .result
-                .is_ok()
-        );
-        assert!(
-            device
-                .reap(Wait::AtMost(Duration::from_secs(1000)))
-                .unwrap()
-                .is_none(),
-            "nothing to wait for"
-        );
+        assert!(device.reap(Wait::AtMost(Duration::from_secs(1000))).unwrap().unwrap().result.is_ok());
+        assert!(device.reap(Wait::AtMost(Duration::from_secs(1000))).unwrap().is_none(), "nothing to wait for");
     }
 
     #[test]
     fn dropping_the_device_waits_for_a_read_that_completes_late() {
-        let Fixture {
-            mut device,
-            shared,
-            pool,
-            read,
-            ..
-        } = fixture(|shared| {
+        let Fixture { mut device, shared, pool, read, .. } = fixture(|shared| {
             let issue = take_issue(&shared);
             // The device is being dropped before the kernel answers.
             while !shared.lock().stop {

@@ -25,38 +25,26 @@ const WAKE: u64 = u64::MAX;
 const PROBE: u64 = u64::MAX - 1;
 
 /// Probes io_uring and starts its thread.
-pub(crate) fn open(
-    cfg: &DeviceConfig,
-    files: Arc<FileSet>,
-    pool: &SlabPool,
-) -> Result<Box<dyn Device>, IoError> {
+pub(crate) fn open(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> Result<Box<dyn Device>, IoError> {
     let event = event_fd()?;
-    let waker = event.try_clone().map_err(|error| IoError::Start {
-        what: "an eventfd",
-        errno: Errno::of(&error),
-    })?;
+    let waker = event.try_clone().map_err(|error| IoError::Start { what: "an eventfd", errno: Errno::of(&error) })?;
     let (tell_setup, setup) = mpsc::sync_channel(1);
     let (hand_over, handed_over) = mpsc::sync_channel::<Arc<Shared>>(1);
     let (cfg_there, files_there, pool_there) = (*cfg, Arc::clone(&files), pool.clone());
     // A ring may belong to the one thread that made it, so setup, probe and registration all happen over there.
-    let spawned = std::thread::Builder::new()
-        .name("ring".to_owned())
-        .spawn(
-            move || match Driver::new(&cfg_there, &files_there, &pool_there, event) {
-                Err(error) => drop(tell_setup.send(Err(error))),
-                Ok(mut driver) => {
-                    if tell_setup.send(Ok(driver.facts.clone())).is_ok()
-                        && let Ok(shared) = handed_over.recv()
-                    {
-                        driver.serve(&shared);
-                    }
+    let spawned = std::thread::Builder::new().name("ring".to_owned()).spawn(move || {
+        match Driver::new(&cfg_there, &files_there, &pool_there, event) {
+            Err(error) => drop(tell_setup.send(Err(error))),
+            Ok(mut driver) => {
+                if tell_setup.send(Ok(driver.facts.clone())).is_ok()
+                    && let Ok(shared) = handed_over.recv()
+                {
+                    driver.serve(&shared);
                 }
-            },
-        );
-    let thread = spawned.map_err(|error| IoError::Start {
-        what: "the ring's thread",
-        errno: Errno::of(&error),
-    })?;
+            }
+        }
+    });
+    let thread = spawned.map_err(|error| IoError::Start { what: "the ring's thread", errno: Errno::of(&error) })?;
     let facts = match setup.recv() {
         Ok(Ok(facts)) => facts,
         Ok(Err(error)) => {
@@ -65,35 +53,20 @@ pub(crate) fn open(
         }
         Err(_) => {
             let _ = thread.join();
-            return Err(IoError::DeviceDied {
-                cause: "the ring's thread ended during setup".to_owned(),
-            });
+            return Err(IoError::DeviceDied { cause: "the ring's thread ended during setup".to_owned() });
         }
     };
     let limits = limits(cfg, &files, pool, &facts);
     let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
-    let report = DeviceReport {
-        name: "io_uring",
-        fallback: None,
-        registered_bytes: facts.registered_bytes,
-        notes: facts.notes,
-    };
+    let report =
+        DeviceReport { name: "io_uring", fallback: None, registered_bytes: facts.registered_bytes, notes: facts.notes };
     let _ = hand_over.send(Arc::clone(&shared));
-    Ok(Box::new(Hosted::new(
-        shared,
-        Waker::Event(waker),
-        vec![thread],
-        report,
-    )))
+    Ok(Box::new(Hosted::new(shared, Waker::Event(waker), vec![thread], report)))
 }
 
 fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts) -> Limits {
     let whole_slab = (pool.slab_bytes() as u32).next_multiple_of(files.align());
-    let default_chunk = if facts.registered_bytes > 0 {
-        RING_CHUNK_BYTES
-    } else {
-        whole_slab
-    };
+    let default_chunk = if facts.registered_bytes > 0 { RING_CHUNK_BYTES } else { whole_slab };
     Limits {
         depth_bytes: cfg.depth_for(pool.slab_bytes()),
         chunk_bytes: cfg.chunk_for(default_chunk, files),
@@ -123,21 +96,11 @@ struct Driver {
 }
 
 impl Driver {
-    fn new(
-        cfg: &DeviceConfig,
-        files: &FileSet,
-        pool: &SlabPool,
-        event: File,
-    ) -> Result<Driver, IoError> {
+    fn new(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, event: File) -> Result<Driver, IoError> {
         let ring = set_up(cfg.ring_entries)?;
-        let mut facts = Facts {
-            entries: ring.params().sq_entries(),
-            ..Facts::default()
-        };
+        let mut facts = Facts { entries: ring.params().sq_entries(), ..Facts::default() };
         let mut probe = Probe::new();
-        ring.submitter()
-            .register_probe(&mut probe)
-            .map_err(|error| refused("register_probe", Errno::of(&error)))?;
+        ring.submitter().register_probe(&mut probe).map_err(|error| refused("register_probe", Errno::of(&error)))?;
         for (code, name) in [
             (opcode::Read::CODE, "support for READ"),
             (opcode::ReadFixed::CODE, "support for READ_FIXED"),
@@ -148,9 +111,7 @@ impl Driver {
             }
         }
         // Buffered reads run on kernel workers; without a cap there may be one per request. Advice only.
-        let _ = ring
-            .submitter()
-            .register_iowq_max_workers(&mut [RING_BUFFERED_WORKERS, 0]);
+        let _ = ring.submitter().register_iowq_max_workers(&mut [RING_BUFFERED_WORKERS, 0]);
         let mut driver = Driver {
             ring,
             event,
@@ -159,9 +120,7 @@ impl Driver {
             results: Vec::new(),
             facts: Facts::default(),
         };
-        driver
-            .results
-            .reserve_exact(driver.ring.params().cq_entries() as usize);
+        driver.results.reserve_exact(driver.ring.params().cq_entries() as usize);
         driver.probe_read(files)?;
         if cfg.register {
             let (registered, note) = register(&driver.ring, pool);
@@ -183,15 +142,9 @@ impl Driver {
         // The kernel may write until the result is in: where that never comes, the buffer must never be freed.
         let mut buffer = std::mem::ManuallyDrop::new(buffer);
         let memory = buffer.as_mut_slice();
-        let entry = opcode::Read::new(
-            types::Fd(source.fd),
-            memory.as_mut_ptr(),
-            memory.len() as u32,
-        )
-        .build()
-        .user_data(PROBE);
-        self.push(&entry)
-            .map_err(|_| refused("queueing a read", Errno(libc::EBUSY)))?;
+        let entry =
+            opcode::Read::new(types::Fd(source.fd), memory.as_mut_ptr(), memory.len() as u32).build().user_data(PROBE);
+        self.push(&entry).map_err(|_| refused("queueing a read", Errno(libc::EBUSY)))?;
         for _ in 0..ENTER_RETRIES_MAX {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
@@ -203,11 +156,7 @@ impl Driver {
                 let errno = Errno(done.result().saturating_neg());
                 // Damage at the first byte is for the reader to report; the ring did its part.
                 let works = done.result() >= 0 || errno.kind() == ErrnoKind::Damaged;
-                return if works {
-                    Ok(())
-                } else {
-                    Err(refused("the first read", errno))
-                };
+                return if works { Ok(()) } else { Err(refused("the first read", errno)) };
             }
         }
         Err(refused("waiting for the first read", Errno(libc::ETIME)))
@@ -239,16 +188,12 @@ impl Driver {
             {
                 self.push_read(&issue)?;
             }
-            let pause_ns = state
-                .schedule
-                .next_retry_ns()
-                .map(|at| at.saturating_sub(now_ns).max(1));
+            let pause_ns = state.schedule.next_retry_ns().map(|at| at.saturating_sub(now_ns).max(1));
             state.asleep = true;
             drop(state);
 
             if !self.armed {
-                let poll =
-                    opcode::PollAdd::new(types::Fd(self.event.as_raw_fd()), libc::POLLIN as u32);
+                let poll = opcode::PollAdd::new(types::Fd(self.event.as_raw_fd()), libc::POLLIN as u32);
                 self.push(&poll.build().user_data(WAKE))?;
                 self.armed = true;
             }
@@ -307,8 +252,7 @@ impl Driver {
                     return Err(format!("polling the eventfd failed: {}", Errno(-result)));
                 }
             } else {
-                let op = u32::try_from(user_data)
-                    .map_err(|_| format!("a result for unknown request {user_data}"))?;
+                let op = u32::try_from(user_data).map_err(|_| format!("a result for unknown request {user_data}"))?;
                 state.schedule.complete(op, result, now_ns);
             }
         }
@@ -321,23 +265,12 @@ impl Driver {
     fn push_read(&mut self, issue: &Issue) -> Result<(), String> {
         let fd = types::Fd(issue.fd);
         let address = issue.address.as_ptr();
-        let entry = match self
-            .registered
-            .index_of(address as usize, issue.len as usize)
-        {
-            Some(index) => opcode::ReadFixed::new(fd, address, issue.len, index)
-                .offset(issue.offset)
-                .build(),
-            None => opcode::Read::new(fd, address, issue.len)
-                .offset(issue.offset)
-                .build(),
+        let entry = match self.registered.index_of(address as usize, issue.len as usize) {
+            Some(index) => opcode::ReadFixed::new(fd, address, issue.len, index).offset(issue.offset).build(),
+            None => opcode::Read::new(fd, address, issue.len).offset(issue.offset).build(),
         };
         // A buffered read may sleep in the submission: hand it to a kernel worker at once.
-        let flags = if issue.direct {
-            squeue::Flags::empty()
-        } else {
-            squeue::Flags::ASYNC
-        };
+        let flags = if issue.direct { squeue::Flags::empty() } else { squeue::Flags::ASYNC };
         self.push(&entry.flags(flags).user_data(u64::from(issue.op)))
     }
 

@@ -25,11 +25,7 @@ impl Registered {
         let stride = pool.stride();
         // A slab is at most as big as the largest piece, so at least one fits.
         let piece = SLAB_BYTES_MAX / stride * stride;
-        Registered {
-            base: pool.base().as_ptr() as usize,
-            bytes: stride * slabs,
-            piece,
-        }
+        Registered { base: pool.base().as_ptr() as usize, bytes: stride * slabs, piece }
     }
 
     /// Table index of the piece that holds the whole range.
@@ -39,11 +35,7 @@ impl Registered {
             return None;
         }
         let (first, last) = (from / self.piece, (from + len - 1) / self.piece);
-        if first == last {
-            u16::try_from(first).ok()
-        } else {
-            None
-        }
+        if first == last { u16::try_from(first).ok() } else { None }
     }
 }
 
@@ -75,21 +67,10 @@ pub(crate) fn register(ring: &IoUring, pool: &SlabPool) -> (Registered, Option<S
         return (Registered::first(pool, slabs), None);
     };
     // Other rings and processes of the user count towards the limit too: try what it allows, then half of it.
-    let fitting = limit
-        .map_or(0, |limit| {
-            usize::try_from(limit).unwrap_or(usize::MAX) / stride
-        })
-        .min(slabs);
-    let part = [fitting, fitting / 2]
-        .into_iter()
-        .filter(|part| (1..slabs).contains(part));
-    let part = part
-        .into_iter()
-        .find(|part| register_slabs(ring, pool, *part).is_ok())
-        .unwrap_or(0);
-    let allowed = limit.map_or("unlimited".to_owned(), |limit| {
-        format!("{} MiB", limit >> 20)
-    });
+    let fitting = limit.map_or(0, |limit| usize::try_from(limit).unwrap_or(usize::MAX) / stride).min(slabs);
+    let part = [fitting, fitting / 2].into_iter().filter(|part| (1..slabs).contains(part));
+    let part = part.into_iter().find(|part| register_slabs(ring, pool, *part).is_ok()).unwrap_or(0);
+    let allowed = limit.map_or("unlimited".to_owned(), |limit| format!("{} MiB", limit >> 20));
     let mib = |slabs: usize| (slabs * stride).div_ceil(1 << 20);
     let note = format!(
         "{} of {} MiB of slabs are registered ({errno}; memory that may be locked: {allowed}): reads cost more CPU; raise \
@@ -121,10 +102,7 @@ fn memlock() -> Option<libc::rlim_t> {
 }
 
 fn limits_of_memlock() -> Option<libc::rlimit> {
-    let mut limits = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
+    let mut limits = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limits` is a valid place for the answer and outlives the call.
     let rc = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limits) };
     (rc == 0).then_some(limits)
@@ -133,10 +111,7 @@ fn limits_of_memlock() -> Option<libc::rlimit> {
 /// Registered memory counts as locked: use all that this process may lock. A refusal leaves the limit as it is.
 fn raise_memlock() {
     if let Some(limits) = limits_of_memlock() {
-        let raised = libc::rlimit {
-            rlim_cur: limits.rlim_max,
-            ..limits
-        };
+        let raised = libc::rlimit { rlim_cur: limits.rlim_max, ..limits };
         // SAFETY: `raised` is a valid limit and outlives the call.
         let _ = unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const raised) };
     }
@@ -146,10 +121,7 @@ pub(crate) fn event_fd() -> Result<File, IoError> {
     // SAFETY: the call takes no memory.
     let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
     if fd < 0 {
-        return Err(IoError::Start {
-            what: "an eventfd",
-            errno: Errno::last(),
-        });
+        return Err(IoError::Start { what: "an eventfd", errno: Errno::last() });
     }
     // SAFETY: the descriptor was just made and belongs to nobody else.
     Ok(unsafe { File::from_raw_fd(fd) })
@@ -161,21 +133,14 @@ pub(crate) fn passing(errno: Errno) -> bool {
 }
 
 pub(crate) fn refused(step: &'static str, errno: Errno) -> IoError {
-    IoError::RingRefused {
-        step,
-        errno,
-        remedy: remedy(errno),
-    }
+    IoError::RingRefused { step, errno, remedy: remedy(errno) }
 }
 
 /// What would make io_uring available, as far as the machine shows.
 fn remedy(errno: Errno) -> String {
     let switch = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
-    let filtered = std::fs::read_to_string("/proc/thread-self/status").is_ok_and(|status| {
-        status
-            .lines()
-            .any(|line| line.starts_with("Seccomp:") && line.trim_end().ends_with('2'))
-    });
+    let filtered = std::fs::read_to_string("/proc/thread-self/status")
+        .is_ok_and(|status| status.lines().any(|line| line.starts_with("Seccomp:") && line.trim_end().ends_with('2')));
     match errno.kind() {
         ErrnoKind::Denied if switch.trim() == "1" || switch.trim() == "2" => {
             format!("kernel.io_uring_disabled is {}: allow it with `sysctl kernel.io_uring_disabled=0`", switch.trim())
@@ -201,11 +166,7 @@ mod tests {
 
     #[test]
     fn a_range_has_an_index_only_where_one_piece_holds_all_of_it() {
-        let table = Registered {
-            base: 1000,
-            bytes: 250,
-            piece: 100,
-        };
+        let table = Registered { base: 1000, bytes: 250, piece: 100 };
         assert_eq!(table.index_of(1000, 100), Some(0));
         assert_eq!(table.index_of(1199, 1), Some(1));
         assert_eq!(table.index_of(1200, 50), Some(2));
@@ -222,24 +183,14 @@ mod tests {
             let table = Registered::first(&pool, slabs);
             assert!(table.piece <= SLAB_BYTES_MAX && table.bytes == pool.stride() * slabs);
             for slab in std::iter::from_fn(|| pool.take()).collect::<Vec<_>>() {
-                assert!(
-                    table
-                        .index_of(slab.bytes().as_ptr() as usize, slab_bytes)
-                        .is_some()
-                );
+                assert!(table.index_of(slab.bytes().as_ptr() as usize, slab_bytes).is_some());
             }
         }
     }
 
     #[test]
     fn every_refusal_has_a_remedy() {
-        for errno in [
-            libc::EPERM,
-            libc::ENOSYS,
-            libc::ENOMEM,
-            libc::EINVAL,
-            libc::EMFILE,
-        ] {
+        for errno in [libc::EPERM, libc::ENOSYS, libc::ENOMEM, libc::EINVAL, libc::EMFILE] {
             assert!(!remedy(Errno(errno)).is_empty() && !remedy(Errno(errno)).contains('\n'));
         }
     }
