@@ -82,6 +82,8 @@ impl Case {
         let MatrixSpec { format, rows, cols } = self.spec;
         let float = matches!(format, Format::F32 | Format::Bf16 | Format::F16);
         let data = if float { &stock.floats } else { &stock.integers };
+        // Slabs begin on a page, and so do the matrices in them.
+        let data = &data[data.as_ptr().align_offset(4096)..];
         let x: Vec<f32> = (0..self.batch * cols).map(|i| (i * 37 % 101) as f32 * 0.01 - 0.5).collect();
         let mut quantized = Quantized::with_capacity(self.batch, cols);
         quantized.quantize(self.kernels, &x, self.batch, cols);

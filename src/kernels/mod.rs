@@ -1,6 +1,6 @@
 //! Arithmetic on weights as they are stored.
 //!
-//! [`Kernels`] is a table of functions for one instruction set; [`scalar`] is the definition and every other table must
+//! [`Kernels`] is a table of functions for one instruction set; the scalar one is the definition and every other table must
 //! give the same bits for every input. That holds for floats too, because the order of additions is part of the
 //! definition: a dot product keeps 32 lanes, lane `j` takes the elements `i = j mod 32` in order with fused
 //! multiply-adds (elements past the end contribute nothing), and the lanes are added as the tree 16+16, 8+8, 4+4, 2+2,
