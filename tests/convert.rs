@@ -349,6 +349,10 @@ fn the_same_weights_agree_in_every_source_type() {
 
 // What a conversion refuses.
 
+fn fingerprint(dir: &Path) -> u64 {
+    Checkpoint::open(dir).unwrap().fingerprint()
+}
+
 #[test]
 fn other_parameters_or_another_source_are_refused_with_both_shown() {
     let dst = converted(tiny_model(), &ConvertOptions::default());
@@ -362,6 +366,15 @@ fn other_parameters_or_another_source_are_refused_with_both_shown() {
     let other = Model::tiny();
     other.edit_config(|config| drop(config.insert("rms_norm_eps".to_owned(), 1e-6.into())));
     let error = quietly(other.path(), dst.path(), &ConvertOptions::default()).unwrap_err();
+    assert!(matches!(error, CheckpointError::ConvertDiffers { .. }), "{error}");
+
+    // Another training of the same architecture: headers are equal, weights are not.
+    let retrained = Model::tiny();
+    retrained.edit_shard(|shard| {
+        shard.tensors.iter_mut().for_each(|tensor| tensor.data.iter_mut().for_each(|byte| *byte ^= 1));
+    });
+    assert_eq!(fingerprint(retrained.path()), fingerprint(tiny_model()), "the case needs equal headers");
+    let error = quietly(retrained.path(), dst.path(), &ConvertOptions::default()).unwrap_err();
     assert!(matches!(error, CheckpointError::ConvertDiffers { .. }), "{error}");
     assert_same_files(dst.path(), &before);
 }

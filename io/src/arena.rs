@@ -151,10 +151,17 @@ impl Arena {
         let pieces = (self.bytes / (256 << 20)).clamp(1, available_threads().min(8));
         let piece = (self.bytes / pieces).next_multiple_of(HUGE_PAGE_BYTES);
         let results: Vec<i32> = std::thread::scope(|scope| {
-            let workers: Vec<_> =
-                (1..pieces).map(|index| scope.spawn(move || self.populate_range(index * piece, piece))).collect();
+            let work = |index: usize| move || self.populate_range(index * piece, piece);
+            // Where no thread can be had the caller does the piece itself.
+            let workers: Vec<_> = (1..pieces)
+                .map(|index| std::thread::Builder::new().spawn_scoped(scope, work(index)).map_err(|_| index))
+                .collect();
             let first = self.populate_range(0, piece);
-            workers.into_iter().map(|worker| worker.join().unwrap_or(libc::ENOMEM)).chain([first]).collect()
+            let rest = workers.into_iter().map(|worker| match worker {
+                Ok(worker) => worker.join().unwrap_or(libc::ENOMEM),
+                Err(index) => work(index)(),
+            });
+            rest.chain([first]).collect()
         });
         match results.into_iter().find(|errno| *errno != 0) {
             Some(errno) => Err(IoError::Memory { bytes: self.bytes as u64, errno: Errno(errno) }),

@@ -4,6 +4,29 @@
 //! [`FileSpan`]s -> [`layout`] -> [`Read`] + [`Slab`] -> [`Device::submit`] -> [`Device::reap`]. The slab belongs to
 //! the device from `submit` to its [`Completion`], whatever happens in between; short reads, `EINTR` and `EAGAIN`
 //! stop inside the device, so above it a read is whole or an error naming file, offset and length.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use millstream_io::*;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let file = tempfile::NamedTempFile::new()?;
+//! # std::fs::write(file.path(), vec![7u8; 100_000])?;
+//! let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Auto)?);
+//! let plan = layout(&[FileSpan { file: FileId(0), offset: 12_345, len: 50_000 }], &files)?;
+//! let pool = SlabPool::new(plan.slab_bytes as usize, 4)?;
+//! let mut device = open_device(&DeviceConfig::default(), Arc::clone(&files), &pool)?;
+//!
+//! let slab = pool.take().ok_or("all slabs are out")?;
+//! let read = Read { tag: 1, priority: Priority::Demand, segments: plan.segments };
+//! device.submit(read, slab).map_err(|rejected| format!("{:?}", rejected.why))?;
+//! let done = device.reap(Wait::Block)?.ok_or("nothing in flight")?;
+//! done.result?;
+//! let place = plan.places[0];
+//! assert_eq!(done.slab.bytes()[place.at as usize..][..place.len as usize], [7; 50_000]);
+//! # Ok(())
+//! # }
+//! ```
 
 mod access;
 mod arena;

@@ -104,29 +104,7 @@ pub fn layout(spans: &[FileSpan], files: &FileSet) -> Result<SlabLayout, IoError
 /// [`layout`] once the spans are known to lie inside their files. `align` is a power of two.
 fn layout_aligned(spans: &[FileSpan], align: u64) -> Result<SlabLayout, IoError> {
     let bad = |what: String| IoError::BadRequest { what };
-    if spans.is_empty() {
-        return Err(bad("no bytes asked for".to_owned()));
-    }
-    let mut covers: Vec<(FileId, Cover, usize)> = Vec::with_capacity(spans.len());
-    for (index, span) in spans.iter().enumerate() {
-        if span.len == 0 {
-            return Err(bad(format!("span {index} is empty")));
-        }
-        let whole = cover(span.offset, span.len, align)
-            .ok_or_else(|| bad(format!("{} bytes at {} pass the largest offset", span.len, span.offset)))?;
-        covers.push((span.file, whole, index));
-    }
-    covers.sort_by_key(|(file, whole, index)| (*file, whole.offset, *index));
-
-    let mut ranges: Vec<(FileId, Cover)> = Vec::new();
-    for (file, whole, _) in &covers {
-        match ranges.last_mut() {
-            Some((last_file, last)) if last_file == file && whole.offset <= last.end() + GAP_BYTES_MAX => {
-                last.len = last.end().max(whole.end()) - last.offset;
-            }
-            _ => ranges.push((*file, *whole)),
-        }
-    }
+    let ranges = joined_ranges(spans, align)?;
     let total: u64 = ranges.iter().map(|(_, range)| range.len).sum();
     if ranges.len() > MAX_SEGMENTS {
         return Err(bad(format!("{} separate file ranges, at most {MAX_SEGMENTS} fit one read", ranges.len())));
@@ -158,6 +136,35 @@ fn layout_aligned(spans: &[FileSpan], align: u64) -> Result<SlabLayout, IoError>
         u32::try_from(useful).map_err(|_| bad(format!("{useful} bytes in one read, at most {SLAB_BYTES_MAX}")))?;
     let segments = Segments::from_slice(&segments).ok_or_else(|| bad("too many ranges".to_owned()))?;
     Ok(SlabLayout { segments, places, slab_bytes: total as u32, useful_bytes })
+}
+
+/// The aligned ranges to read, in order of file and offset, joined where they touch, overlap or nearly do.
+fn joined_ranges(spans: &[FileSpan], align: u64) -> Result<Vec<(FileId, Cover)>, IoError> {
+    let bad = |what: String| IoError::BadRequest { what };
+    if spans.is_empty() {
+        return Err(bad("no bytes asked for".to_owned()));
+    }
+    let mut covers: Vec<(FileId, Cover, usize)> = Vec::with_capacity(spans.len());
+    for (index, span) in spans.iter().enumerate() {
+        if span.len == 0 {
+            return Err(bad(format!("span {index} is empty")));
+        }
+        let whole = cover(span.offset, span.len, align)
+            .ok_or_else(|| bad(format!("{} bytes at {} pass the largest offset", span.len, span.offset)))?;
+        covers.push((span.file, whole, index));
+    }
+    covers.sort_by_key(|(file, whole, index)| (*file, whole.offset, *index));
+
+    let mut ranges: Vec<(FileId, Cover)> = Vec::new();
+    for (file, whole, _) in &covers {
+        match ranges.last_mut() {
+            Some((last_file, last)) if last_file == file && whole.offset <= last.end() + GAP_BYTES_MAX => {
+                last.len = last.end().max(whole.end()) - last.offset;
+            }
+            _ => ranges.push((*file, *whole)),
+        }
+    }
+    Ok(ranges)
 }
 
 #[cfg(test)]

@@ -54,15 +54,29 @@ pub fn encode(
     for (scale, row) in scales.iter_mut().zip(row.chunks(group)) {
         *scale = (row.iter().fold(0.0f32, |max, w| max.max(w.abs())) / limit).max(1e-8);
     }
+    // Adding and subtracting 1.5 * 2^23 rounds half to even, and unlike `round_ties_even` it is no library call on the
+    // baseline instruction set.
+    const ROUND: f32 = 12_582_912.0;
+    let quantize = |w: f32, scale: f32| (((w / scale).clamp(-limit - 1.0, limit) + ROUND) - ROUND) as i32;
     // Signed bytes are stored as they are, narrower fields with an offset that makes them unsigned.
-    let offset = if bits == 8 { 0.0 } else { limit + 1.0 };
-    let field = |c: usize| match row.get(c) {
-        Some(w) => ((w / scales[c / group]).round_ties_even().clamp(-limit - 1.0, limit) + offset) as i32 as u8,
-        None => offset as u8,
-    };
+    let offset = if bits == 8 { 0 } else { limit as i32 + 1 };
     let per_byte = 8 / bits;
-    for (i, byte) in data.iter_mut().enumerate() {
-        *byte = (0..per_byte).fold(0, |byte, k| byte | field(i * per_byte + k) << (bits * k));
+    if per_byte == 1 {
+        for ((data, row), scale) in data.chunks_mut(group).zip(row.chunks(group)).zip(scales.iter()) {
+            for (byte, w) in data.iter_mut().zip(row) {
+                *byte = quantize(*w, *scale) as u8;
+            }
+        }
+        return Ok(());
+    }
+    let mut codes = vec![offset as u8; data.len() * per_byte];
+    for ((codes, row), scale) in codes.chunks_mut(group).zip(row.chunks(group)).zip(scales.iter()) {
+        for (code, w) in codes.iter_mut().zip(row) {
+            *code = (quantize(*w, *scale) + offset) as u8;
+        }
+    }
+    for (byte, codes) in data.iter_mut().zip(codes.chunks_exact(per_byte)) {
+        *byte = codes.iter().enumerate().fold(0, |byte, (k, code)| byte | code << (bits * k));
     }
     Ok(())
 }

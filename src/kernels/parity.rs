@@ -283,6 +283,33 @@ fn vectors_equal_scalar(k: &Kernels) {
     }
 }
 
+/// The order of additions as the module's documentation words it, without the chunks and loops of the code.
+fn dots_add_in_the_documented_order(k: &Kernels) {
+    fn tree(lanes: &[f32]) -> f32 {
+        match lanes {
+            [one] => *one,
+            _ => {
+                let (low, high) = lanes.split_at(lanes.len() / 2);
+                tree(&low.iter().zip(high).map(|(a, b)| a + b).collect::<Vec<f32>>())
+            }
+        }
+    }
+    let team = Team::new(1);
+    let mut source = Source(8);
+    for len in columns() {
+        let (a, b) = (source.floats(len), source.floats(len));
+        let mut lanes = [0.0f32; 32];
+        for i in 0..len {
+            lanes[i % 32] = a[i].mul_add(b[i], lanes[i % 32]);
+        }
+        let want = tree(&lanes);
+        assert_same(&[k.dot(&a, &b)], &[want], || format!("{k:?} length {len}"));
+        let bytes: Vec<u8> = a.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let w = WeightRef::new(MatrixSpec { format: Format::F32, rows: 1, cols: len }, &bytes, &[]);
+        assert_same(&multiply(k, &team, &w, &b, 1, false), &[want], || format!("{k:?} 1 x {len}"));
+    }
+}
+
 fn quantizer_equals_scalar(k: &Kernels) {
     let mut source = Source(5);
     for cols in columns() {
@@ -439,6 +466,7 @@ macro_rules! stamp_all {
                 partial_fp8_blocks_equal_scalar,
                 row_kernels_equal_scalar,
                 vectors_equal_scalar,
+                dots_add_in_the_documented_order,
                 quantizer_equals_scalar,
                 exact_products_are_near_f64,
                 integer_products_are_near_f64,

@@ -116,6 +116,7 @@ impl Device for Hosted {
     }
 
     fn reap(&mut self, wait: Wait) -> Result<Option<Completion>, IoError> {
+        let asked = Instant::now();
         let mut state = self.shared.lock();
         loop {
             if let Some(done) = state.schedule.take_ready() {
@@ -124,10 +125,21 @@ impl Device for Hosted {
             if let Some(dead) = &state.dead {
                 return Err(dead.clone());
             }
-            if wait == Wait::No || state.schedule.in_flight() == 0 {
+            if state.schedule.in_flight() == 0 {
                 return Ok(None);
             }
-            state = self.shared.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+            let ready = &self.shared.ready;
+            state = match wait {
+                Wait::No => return Ok(None),
+                Wait::Block => ready.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Wait::AtMost(limit) => {
+                    let left = limit.saturating_sub(asked.elapsed());
+                    if left.is_zero() {
+                        return Ok(None);
+                    }
+                    ready.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
         }
     }
 
@@ -163,5 +175,113 @@ impl Drop for Hosted {
             // A thread that panicked has latched its cause and leaked what the kernel may still write to.
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::access::IoMode;
+    use crate::device::Priority;
+    use crate::device::schedule::{Issue, Limits};
+    use crate::file::{FileId, FileSet};
+    use crate::plan::{Segment, Segments};
+    use crate::pool::SlabPool;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    struct Fixture {
+        device: Hosted,
+        shared: Arc<Shared>,
+        pool: SlabPool,
+        read: Read,
+        _file: tempfile::NamedTempFile,
+    }
+
+    /// A device whose I/O is made by hand, or by `thread`.
+    fn fixture(thread: impl FnOnce(Arc<Shared>) + Send + 'static) -> Fixture {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
+        let pool = SlabPool::new(4096, 4).unwrap();
+        let limits =
+            Limits { depth_bytes: 4096, chunk_bytes: 4096, whole_when_waiting: usize::MAX, calls: 4, reads: 4 };
+        let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
+        let there = Arc::clone(&shared);
+        let threads = vec![std::thread::spawn(move || thread(there))];
+        let device = Hosted::new(Arc::clone(&shared), Waker::Condvar, threads, DeviceReport::default());
+        let segment = Segment { file: FileId(0), offset: 0, len: 4096, at: 0, want: 4096 };
+        let segments = Segments::from_slice(&[segment]).unwrap();
+        let read = Read { tag: 0, priority: Priority::Demand, segments };
+        Fixture { device, shared, pool, read, _file: file }
+    }
+
+    fn take_issue(shared: &Shared) -> Issue {
+        loop {
+            if let Some(issue) = shared.lock().schedule.next(0) {
+                return issue;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_dead_device_latches_and_keeps_only_what_the_kernel_has() {
+        let Fixture { mut device, pool, read, .. } = fixture(|shared| {
+            let lost = take_issue(&shared);
+            assert_eq!(lost.len, 4096);
+            shared.lock().schedule.abandon();
+            shared.die("the test says so".to_owned());
+        });
+        for _ in 0..2 {
+            // The second may meet the death already; either way its slab must not be lost.
+            drop(device.submit(read, pool.take().unwrap()));
+        }
+        for wait in [Wait::Block, Wait::No, Wait::AtMost(Duration::from_secs(1000)), Wait::Block] {
+            while let Ok(None) = device.reap(wait) {}
+            assert_eq!(device.reap(wait).unwrap_err(), IoError::DeviceDied { cause: "the test says so".to_owned() });
+        }
+        let rejected = device.submit(read, pool.take().unwrap()).unwrap_err();
+        assert!(matches!(rejected.why, RejectReason::Dead(_)));
+        drop(rejected);
+        drop(device);
+        assert_eq!(pool.free(), 3, "the one in the kernel is leaked on purpose");
+    }
+
+    #[test]
+    fn a_bounded_wait_ends_and_leaves_the_read_in_flight() {
+        let (go, going) = mpsc::channel::<()>();
+        let Fixture { mut device, pool, read, .. } = fixture(move |shared| {
+            let issue = take_issue(&shared);
+            going.recv().unwrap();
+            shared.lock().schedule.complete(issue.op, 4096, 0);
+            shared.notify_ready();
+        });
+        device.submit(read, pool.take().unwrap()).unwrap();
+        assert!(device.reap(Wait::AtMost(Duration::from_millis(5))).unwrap().is_none());
+        assert_eq!((device.in_flight(), pool.free()), (1, 3));
+        go.send(()).unwrap();
+        assert!(device.reap(Wait::AtMost(Duration::from_secs(1000))).unwrap().unwrap().result.is_ok());
+        assert!(device.reap(Wait::AtMost(Duration::from_secs(1000))).unwrap().is_none(), "nothing to wait for");
+    }
+
+    #[test]
+    fn dropping_the_device_waits_for_a_read_that_completes_late() {
+        let Fixture { mut device, shared, pool, read, .. } = fixture(|shared| {
+            let issue = take_issue(&shared);
+            // The device is being dropped before the kernel answers.
+            while !shared.lock().stop {
+                std::thread::yield_now();
+            }
+            assert_eq!(shared.lock().schedule.calls_out(), 1);
+            shared.lock().schedule.complete(issue.op, 4096, 0);
+        });
+        device.submit(read, pool.take().unwrap()).unwrap();
+        device.submit(read, pool.take().unwrap()).unwrap();
+        while shared.lock().schedule.calls_out() == 0 {
+            std::thread::yield_now();
+        }
+        drop(device);
+        while shared.lock().schedule.take_ready().is_some() {}
+        assert_eq!(pool.free(), 4);
     }
 }

@@ -3,6 +3,7 @@
 mod host;
 mod progress;
 mod ring;
+mod ring_setup;
 mod schedule;
 pub mod sim;
 mod threads;
@@ -85,6 +86,8 @@ pub enum Wait {
     No,
     /// Until something completes or nothing is in flight.
     Block,
+    /// As `Block`, but not longer than this: for a caller that reports a drive that hangs. The reads stay in flight.
+    AtMost(Duration),
 }
 
 /// Counters since the device was opened.
@@ -129,7 +132,7 @@ pub trait Device: Send {
     #[allow(clippy::result_large_err, reason = "boxing the rejection would allocate on the path that never allocates")]
     fn submit(&mut self, read: Read, slab: Slab) -> Result<(), Rejected>;
 
-    /// The next finished read; `None` when there is none (and, with [`Wait::Block`], none in flight).
+    /// The next finished read; `None` when there is none (with [`Wait::Block`]: and none in flight).
     ///
     /// # Errors
     /// [`IoError::DeviceDied`] once the finished reads are reaped and the device is dead; it stays so.

@@ -4,18 +4,19 @@
 
 use std::fs::File;
 use std::io::Read as _;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, mpsc};
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 
 use crate::arena::Arena;
 use crate::device::host::{Hosted, Shared, Waker};
+use crate::device::ring_setup::{Registered, event_fd, passing, refused, register, set_up};
 use crate::device::schedule::{Issue, Limits, Schedule};
 use crate::device::{Device, DeviceConfig, DeviceReport};
 use crate::error::{Errno, ErrnoKind, IoError};
 use crate::file::{FileId, FileSet};
-use crate::limits::{ENTER_RETRIES_MAX, RING_BUFFERED_WORKERS, RING_CHUNK_BYTES, SLAB_BYTES_MAX};
+use crate::limits::{ENTER_RETRIES_MAX, RING_BUFFERED_WORKERS, RING_CHUNK_BYTES};
 use crate::pool::SlabPool;
 
 /// `user_data` of the poll that ends the wait; operations count from 0.
@@ -55,21 +56,25 @@ pub(crate) fn open(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> 
             return Err(IoError::DeviceDied { cause: "the ring's thread ended during setup".to_owned() });
         }
     };
-    let whole_slab = (pool.slab_bytes() as u32).next_multiple_of(files.align());
-    let default_chunk = if facts.registered_bytes > 0 { RING_CHUNK_BYTES } else { whole_slab };
-    let limits = Limits {
-        depth_bytes: cfg.depth_for(pool.slab_bytes()),
-        chunk_bytes: cfg.chunk_for(default_chunk, &files),
-        whole_when_waiting: usize::MAX,
-        // One entry is the wake-up poll's: then neither queue can overflow.
-        calls: facts.entries as usize - 1,
-        reads: cfg.queue,
-    };
+    let limits = limits(cfg, &files, pool, &facts);
     let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
     let report =
         DeviceReport { name: "io_uring", fallback: None, registered_bytes: facts.registered_bytes, notes: facts.notes };
     let _ = hand_over.send(Arc::clone(&shared));
     Ok(Box::new(Hosted::new(shared, Waker::Event(waker), vec![thread], report)))
+}
+
+fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts) -> Limits {
+    let whole_slab = (pool.slab_bytes() as u32).next_multiple_of(files.align());
+    let default_chunk = if facts.registered_bytes > 0 { RING_CHUNK_BYTES } else { whole_slab };
+    Limits {
+        depth_bytes: cfg.depth_for(pool.slab_bytes()),
+        chunk_bytes: cfg.chunk_for(default_chunk, files),
+        whole_when_waiting: usize::MAX,
+        // One entry is the wake-up poll's: then neither queue can overflow.
+        calls: facts.entries as usize - 1,
+        reads: cfg.queue,
+    }
 }
 
 /// What the setup found.
@@ -88,15 +93,6 @@ struct Driver {
     registered: Registered,
     results: Vec<(u64, i32)>,
     facts: Facts,
-}
-
-/// The part of the arena the kernel has pinned, as a table of equal pieces.
-#[derive(Clone, Copy, Debug, Default)]
-struct Registered {
-    base: usize,
-    bytes: usize,
-    /// A multiple of the slab stride, so that no slab crosses a border.
-    piece: usize,
 }
 
 impl Driver {
@@ -127,10 +123,9 @@ impl Driver {
         driver.results.reserve_exact(driver.ring.params().cq_entries() as usize);
         driver.probe_read(files)?;
         if cfg.register {
-            match register(&driver.ring, pool) {
-                Ok(registered) => driver.registered = registered,
-                Err(note) => facts.notes.push(note),
-            }
+            let (registered, note) = register(&driver.ring, pool);
+            driver.registered = registered;
+            facts.notes.extend(note);
         }
         facts.registered_bytes = driver.registered.bytes as u64;
         driver.facts = facts;
@@ -288,18 +283,6 @@ impl Driver {
     }
 }
 
-impl Registered {
-    /// Table index of the piece that holds the whole range.
-    fn index_of(&self, address: usize, len: usize) -> Option<u16> {
-        let from = address.checked_sub(self.base)?;
-        if from + len > self.bytes {
-            return None;
-        }
-        let (first, last) = (from / self.piece, (from + len - 1) / self.piece);
-        if first == last { u16::try_from(first).ok() } else { None }
-    }
-}
-
 /// A panic of the ring's thread: what the kernel has is leaked, and the device is dead.
 struct DeathWatch<'a> {
     shared: &'a Shared,
@@ -309,122 +292,5 @@ impl Drop for DeathWatch<'_> {
     fn drop(&mut self) {
         self.shared.lock().schedule.abandon();
         self.shared.die("the ring's thread panicked".to_owned());
-    }
-}
-
-/// Makes the ring with the newest flags the kernel takes: completions then never interrupt another thread.
-fn set_up(entries: u32) -> Result<IoUring, IoError> {
-    let mut newest = IoUring::builder();
-    newest.setup_single_issuer().setup_defer_taskrun();
-    let mut middle = IoUring::builder();
-    middle.setup_coop_taskrun();
-    let mut errno = Errno(libc::EINVAL);
-    for builder in [&mut newest, &mut middle, &mut IoUring::builder()] {
-        match builder.dontfork().build(entries) {
-            Ok(ring) => return Ok(ring),
-            Err(error) => errno = Errno::of(&error),
-        }
-        if errno.0 != libc::EINVAL {
-            break;
-        }
-    }
-    Err(refused("io_uring_setup", errno))
-}
-
-/// Pins the arena, or as many whole slabs as the limit on locked memory allows; the reason where that is not all.
-fn register(ring: &IoUring, pool: &SlabPool) -> Result<Registered, String> {
-    let stride = pool.stride();
-    let bytes = stride * pool.slabs();
-    let piece = (SLAB_BYTES_MAX / stride).max(1) * stride;
-    let base = pool.base().as_ptr() as usize;
-    if stride > SLAB_BYTES_MAX {
-        return Err(format!("slabs of {stride} bytes are too big to register; reads pin them one by one"));
-    }
-    raise_memlock();
-    let table: Vec<libc::iovec> = (0..bytes)
-        .step_by(piece)
-        .map(|from| libc::iovec {
-            iov_base: pool.base().as_ptr().wrapping_add(from).cast(),
-            iov_len: piece.min(bytes - from),
-        })
-        .collect();
-    // SAFETY: the pieces lie inside the arena, which outlives the ring: the closure of the ring's thread holds the
-    // pool and drops it after the driver.
-    let outcome = unsafe { ring.submitter().register_buffers(&table) };
-    outcome.map(|()| Registered { base, bytes, piece }).map_err(|error| {
-        let allowed = match memlock() {
-            Some(libc::RLIM_INFINITY) | None => "unlimited".to_owned(),
-            Some(limit) => format!("{} MiB", limit >> 20),
-        };
-        format!(
-            "{} MiB of slabs could not be registered ({}; memory that may be locked: {allowed}): reads cost more CPU; \
-             raise `ulimit -l`",
-            bytes.div_ceil(1 << 20),
-            Errno::of(&error)
-        )
-    })
-}
-
-/// The soft limit on locked memory; `None` where it cannot be read.
-fn memlock() -> Option<libc::rlim_t> {
-    limits_of_memlock().map(|limits| limits.rlim_cur)
-}
-
-fn limits_of_memlock() -> Option<libc::rlimit> {
-    let mut limits = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limits` is a valid place for the answer and outlives the call.
-    let rc = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limits) };
-    (rc == 0).then_some(limits)
-}
-
-/// Registered memory counts as locked: use all that this process may lock. A refusal leaves the limit as it is.
-fn raise_memlock() {
-    if let Some(limits) = limits_of_memlock() {
-        let raised = libc::rlimit { rlim_cur: limits.rlim_max, ..limits };
-        // SAFETY: `raised` is a valid limit and outlives the call.
-        let _ = unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const raised) };
-    }
-}
-
-fn event_fd() -> Result<File, IoError> {
-    // SAFETY: the call takes no memory.
-    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-    if fd < 0 {
-        return Err(IoError::Start { what: "an eventfd", errno: Errno::last() });
-    }
-    // SAFETY: the descriptor was just made and belongs to nobody else.
-    Ok(unsafe { File::from_raw_fd(fd) })
-}
-
-/// Whether an errno of a wait says "not now" rather than "not ever".
-fn passing(errno: Errno) -> bool {
-    matches!(errno.kind(), ErrnoKind::Interrupted | ErrnoKind::Again)
-}
-
-fn refused(step: &'static str, errno: Errno) -> IoError {
-    IoError::RingRefused { step, errno, remedy: remedy(errno) }
-}
-
-/// What would make io_uring available, as far as the machine shows.
-fn remedy(errno: Errno) -> String {
-    let switch = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
-    let filtered = std::fs::read_to_string("/proc/thread-self/status")
-        .is_ok_and(|status| status.lines().any(|line| line.starts_with("Seccomp:") && line.trim_end().ends_with('2')));
-    match errno.kind() {
-        ErrnoKind::Denied if switch.trim() == "1" || switch.trim() == "2" => {
-            format!("kernel.io_uring_disabled is {}: allow it with `sysctl kernel.io_uring_disabled=0`", switch.trim())
-        }
-        ErrnoKind::Denied | ErrnoKind::NoSystemCall if filtered => {
-            "a seccomp filter forbids io_uring, as container runtimes do: run with a profile that allows io_uring_setup, \
-             io_uring_enter and io_uring_register"
-                .to_owned()
-        }
-        ErrnoKind::Denied => "a security policy forbids io_uring (SELinux, AppArmor or a BPF filter)".to_owned(),
-        ErrnoKind::NoSystemCall => "this kernel has no io_uring: 5.6 or newer has".to_owned(),
-        ErrnoKind::NoMemory => {
-            let limit = memlock().map_or(0, |limit| limit >> 10);
-            format!("memory that may be locked is limited to {limit} KiB: raise `ulimit -l`")
-        }
-        _ => "reader threads need no io_uring: --device threads".to_owned(),
     }
 }

@@ -278,7 +278,12 @@ impl Device for Sim {
         if !self.schedule.has_ready() {
             self.step();
         }
-        while wait == Wait::Block && !self.schedule.has_ready() && self.step() {}
+        let until_ns = match wait {
+            Wait::No => self.clock_ns,
+            Wait::Block => u64::MAX,
+            Wait::AtMost(limit) => self.clock_ns.saturating_add(limit.as_nanos() as u64),
+        };
+        while self.clock_ns < until_ns && !self.schedule.has_ready() && self.step() {}
         match (self.schedule.take_ready(), &self.dead) {
             (Some(done), _) => Ok(Some(done)),
             (None, Some(dead)) => Err(dead.clone()),

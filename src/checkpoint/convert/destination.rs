@@ -44,11 +44,11 @@ impl Destination {
         src: &Path,
         dst: &Path,
         shards: &[ShardPlan],
-        fingerprint: &str,
+        identity: &str,
         parameters: &str,
     ) -> Result<Destination> {
         fs::create_dir_all(dst).map_err(io_error("create", dst))?;
-        let marker = format!("{parameters} source={fingerprint}");
+        let marker = format!("{parameters} source={identity}");
         let mut small_files = Vec::new();
         for name in COPIED {
             let path = src.join(name);

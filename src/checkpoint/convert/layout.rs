@@ -16,7 +16,7 @@ pub const RUN_ALIGN: u64 = 4096;
 pub const EXPERTS_ALIGN: u64 = 2 << 20;
 /// Metadata key of the layout's version.
 pub(crate) const VERSION_KEY: &str = "millstream.version";
-/// Metadata key of the fingerprint of the source.
+/// Metadata key of the identity of the source: a hash over its configuration, headers and some of its weights.
 pub(crate) const SOURCE_KEY: &str = "millstream.source";
 /// Metadata key of the conversion's parameters.
 pub(crate) const PARAMETERS_KEY: &str = "millstream.parameters";

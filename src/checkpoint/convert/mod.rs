@@ -13,12 +13,15 @@ mod shard;
 
 pub use options::{ConvertOptions, Width};
 
-use super::error::{CheckpointError, Result};
+use super::error::{CheckpointError, Result, io_error};
 use super::{Checkpoint, refuse_unfinished};
 use destination::Destination;
 use layout::{ShardLayout, ShardPlan};
 use std::fmt;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
+use xxhash_rust::xxh3::Xxh3;
 
 /// What a conversion reports while it runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,13 +102,13 @@ pub fn convert(
     let source = Checkpoint::open_with(src, &["config.json"])?;
     let shards = plan::shards(&source, options)?;
     let lines = plan::describe(&shards);
-    let (fingerprint, parameters) = (source.fingerprint_hex(), options.parameters());
+    let (identity, parameters) = (source_identity(&source)?, options.parameters());
     let layouts: Vec<ShardLayout> =
-        shards.iter().map(|shard| ShardLayout::new(shard, &fingerprint, &parameters)).collect();
+        shards.iter().map(|shard| ShardLayout::new(shard, &identity, &parameters)).collect();
     let bytes_total = layouts.iter().map(|layout| layout.file_bytes).sum();
     progress(Progress::Plan { lines: lines.clone(), shards: shards.len(), bytes: bytes_total });
 
-    let destination = Destination::prepare(src, dst, &shards, &fingerprint, &parameters)?;
+    let destination = Destination::prepare(src, dst, &shards, &identity, &parameters)?;
     let kept = destination.finished(&shards, &layouts)?;
     let missing = |number: &usize| !kept[*number];
     let needed = (0..shards.len()).filter(missing).map(|number| layouts[number].file_bytes).sum();
@@ -138,6 +141,24 @@ pub fn convert(
     let shards_kept = kept.iter().filter(|kept| **kept).count();
     let shards_written = shards.len() - shards_kept;
     Ok(ConvertReport { shards_written, shards_kept, bytes_written: needed, bytes_total, lines })
+}
+
+/// Tells sources apart, also two trainings of one architecture, whose configurations and headers are the same: hashes
+/// some weights of every shard with them.
+fn source_identity(source: &Checkpoint) -> Result<String> {
+    const SAMPLES: u64 = 16;
+    let mut hasher = Xxh3::new();
+    hasher.update(&source.fingerprint().to_le_bytes());
+    let mut sample = [0; 4096];
+    for path in source.tensors.paths() {
+        let file = File::open(path).map_err(io_error("open", path))?;
+        let end = file.metadata().map_err(io_error("read", path))?.len().saturating_sub(sample.len() as u64);
+        for number in 1..=SAMPLES {
+            let read = file.read_at(&mut sample, end / SAMPLES * number).map_err(io_error("read", path))?;
+            hasher.update(&sample[..read]);
+        }
+    }
+    Ok(format!("{:016x}", hasher.digest()))
 }
 
 /// Reads the result back as any reader would: every weight must be found in the format that was planned.

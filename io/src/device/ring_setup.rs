@@ -1,0 +1,197 @@
+//! Whether there is a ring, what it may pin, and what the user can do where it is refused.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::os::fd::FromRawFd;
+
+use io_uring::IoUring;
+
+use crate::error::{Errno, ErrnoKind, IoError};
+use crate::limits::SLAB_BYTES_MAX;
+use crate::pool::SlabPool;
+
+/// The part of the arena the kernel has pinned, as a table of equal pieces.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Registered {
+    base: usize,
+    pub bytes: usize,
+    /// A multiple of the slab stride, so that no slab crosses a border.
+    piece: usize,
+}
+
+impl Registered {
+    /// The first `slabs` slabs of a pool.
+    fn first(pool: &SlabPool, slabs: usize) -> Registered {
+        let stride = pool.stride();
+        // A slab is at most as big as the largest piece, so at least one fits.
+        let piece = SLAB_BYTES_MAX / stride * stride;
+        Registered { base: pool.base().as_ptr() as usize, bytes: stride * slabs, piece }
+    }
+
+    /// Table index of the piece that holds the whole range.
+    pub fn index_of(&self, address: usize, len: usize) -> Option<u16> {
+        let from = address.checked_sub(self.base)?;
+        if from + len > self.bytes {
+            return None;
+        }
+        let (first, last) = (from / self.piece, (from + len - 1) / self.piece);
+        if first == last { u16::try_from(first).ok() } else { None }
+    }
+}
+
+/// Makes the ring with the newest flags the kernel takes: completions then never interrupt another thread.
+pub(crate) fn set_up(entries: u32) -> Result<IoUring, IoError> {
+    let mut newest = IoUring::builder();
+    newest.setup_single_issuer().setup_defer_taskrun();
+    let mut middle = IoUring::builder();
+    middle.setup_coop_taskrun();
+    let mut errno = Errno(libc::EINVAL);
+    for builder in [&mut newest, &mut middle, &mut IoUring::builder()] {
+        match builder.dontfork().build(entries) {
+            Ok(ring) => return Ok(ring),
+            Err(error) => errno = Errno::of(&error),
+        }
+        if errno.0 != libc::EINVAL {
+            break;
+        }
+    }
+    Err(refused("io_uring_setup", errno))
+}
+
+/// Pins the arena, or as many whole slabs as the limit on locked memory allows, and one line where that is not all.
+pub(crate) fn register(ring: &IoUring, pool: &SlabPool) -> (Registered, Option<String>) {
+    let (stride, slabs) = (pool.stride(), pool.slabs());
+    raise_memlock();
+    let limit = memlock().filter(|limit| *limit != libc::RLIM_INFINITY);
+    let Err(errno) = register_slabs(ring, pool, slabs) else {
+        return (Registered::first(pool, slabs), None);
+    };
+    // Other rings and processes of the user count towards the limit too: try what it allows, then half of it.
+    let fitting = limit.map_or(0, |limit| usize::try_from(limit).unwrap_or(usize::MAX) / stride).min(slabs);
+    let part = [fitting, fitting / 2].into_iter().filter(|part| (1..slabs).contains(part));
+    let part = part.into_iter().find(|part| register_slabs(ring, pool, *part).is_ok()).unwrap_or(0);
+    let allowed = limit.map_or("unlimited".to_owned(), |limit| format!("{} MiB", limit >> 20));
+    let mib = |slabs: usize| (slabs * stride).div_ceil(1 << 20);
+    let note = format!(
+        "{} of {} MiB of slabs are registered ({errno}; memory that may be locked: {allowed}): reads cost more CPU; raise \
+         `ulimit -l`",
+        mib(part),
+        mib(slabs)
+    );
+    (Registered::first(pool, part), Some(note))
+}
+
+fn register_slabs(ring: &IoUring, pool: &SlabPool, slabs: usize) -> Result<(), Errno> {
+    let Registered { bytes, piece, .. } = Registered::first(pool, slabs);
+    let table: Vec<libc::iovec> = (0..bytes)
+        .step_by(piece)
+        .map(|from| libc::iovec {
+            iov_base: pool.base().as_ptr().wrapping_add(from).cast(),
+            iov_len: piece.min(bytes - from),
+        })
+        .collect();
+    // SAFETY: the pieces lie inside the arena, which outlives the ring: the closure of the ring's thread holds the
+    // pool and drops it after the driver.
+    let outcome = unsafe { ring.submitter().register_buffers(&table) };
+    outcome.map_err(|error| Errno::of(&error))
+}
+
+/// The soft limit on locked memory; `None` where it cannot be read.
+fn memlock() -> Option<libc::rlim_t> {
+    limits_of_memlock().map(|limits| limits.rlim_cur)
+}
+
+fn limits_of_memlock() -> Option<libc::rlimit> {
+    let mut limits = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limits` is a valid place for the answer and outlives the call.
+    let rc = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limits) };
+    (rc == 0).then_some(limits)
+}
+
+/// Registered memory counts as locked: use all that this process may lock. A refusal leaves the limit as it is.
+fn raise_memlock() {
+    if let Some(limits) = limits_of_memlock() {
+        let raised = libc::rlimit { rlim_cur: limits.rlim_max, ..limits };
+        // SAFETY: `raised` is a valid limit and outlives the call.
+        let _ = unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const raised) };
+    }
+}
+
+pub(crate) fn event_fd() -> Result<File, IoError> {
+    // SAFETY: the call takes no memory.
+    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+    if fd < 0 {
+        return Err(IoError::Start { what: "an eventfd", errno: Errno::last() });
+    }
+    // SAFETY: the descriptor was just made and belongs to nobody else.
+    Ok(unsafe { File::from_raw_fd(fd) })
+}
+
+/// Whether an errno of a wait says "not now" rather than "not ever".
+pub(crate) fn passing(errno: Errno) -> bool {
+    matches!(errno.kind(), ErrnoKind::Interrupted | ErrnoKind::Again)
+}
+
+pub(crate) fn refused(step: &'static str, errno: Errno) -> IoError {
+    IoError::RingRefused { step, errno, remedy: remedy(errno) }
+}
+
+/// What would make io_uring available, as far as the machine shows.
+fn remedy(errno: Errno) -> String {
+    let switch = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
+    let filtered = std::fs::read_to_string("/proc/thread-self/status")
+        .is_ok_and(|status| status.lines().any(|line| line.starts_with("Seccomp:") && line.trim_end().ends_with('2')));
+    match errno.kind() {
+        ErrnoKind::Denied if switch.trim() == "1" || switch.trim() == "2" => {
+            format!("kernel.io_uring_disabled is {}: allow it with `sysctl kernel.io_uring_disabled=0`", switch.trim())
+        }
+        ErrnoKind::Denied | ErrnoKind::NoSystemCall if filtered => {
+            "a seccomp filter forbids io_uring, as container runtimes do: run with a profile that allows io_uring_setup, \
+             io_uring_enter and io_uring_register"
+                .to_owned()
+        }
+        ErrnoKind::Denied => "a security policy forbids io_uring (SELinux, AppArmor or a BPF filter)".to_owned(),
+        ErrnoKind::NoSystemCall => "this kernel has no io_uring: 5.6 or newer has".to_owned(),
+        ErrnoKind::NoMemory => {
+            let limit = memlock().map_or(0, |limit| limit >> 10);
+            format!("memory that may be locked is limited to {limit} KiB: raise `ulimit -l`")
+        }
+        _ => "reader threads need no io_uring: --device threads".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_has_an_index_only_where_one_piece_holds_all_of_it() {
+        let table = Registered { base: 1000, bytes: 250, piece: 100 };
+        assert_eq!(table.index_of(1000, 100), Some(0));
+        assert_eq!(table.index_of(1199, 1), Some(1));
+        assert_eq!(table.index_of(1200, 50), Some(2));
+        for (address, len) in [(999, 1), (1099, 2), (1200, 51), (1250, 1)] {
+            assert_eq!(table.index_of(address, len), None, "{len} at {address}");
+        }
+        assert_eq!(Registered::default().index_of(0, 1), None);
+    }
+
+    #[test]
+    fn a_slab_never_crosses_a_piece_of_the_table() {
+        for (slab_bytes, slabs) in [(4096, 3), (5000, 7), (19 << 20, 2)] {
+            let pool = SlabPool::new(slab_bytes, slabs).unwrap();
+            let table = Registered::first(&pool, slabs);
+            assert!(table.piece <= SLAB_BYTES_MAX && table.bytes == pool.stride() * slabs);
+            for slab in std::iter::from_fn(|| pool.take()).collect::<Vec<_>>() {
+                assert!(table.index_of(slab.bytes().as_ptr() as usize, slab_bytes).is_some());
+            }
+        }
+    }
+
+    #[test]
+    fn every_refusal_has_a_remedy() {
+        for errno in [libc::EPERM, libc::ENOSYS, libc::ENOMEM, libc::EINVAL, libc::EMFILE] {
+            assert!(!remedy(Errno(errno)).is_empty() && !remedy(Errno(errno)).contains('\n'));
+        }
+    }
+}
