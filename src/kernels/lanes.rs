@@ -88,34 +88,20 @@ pub(super) fn silu_mul(gate: &[f32], up: &mut [f32]) {
 }
 
 #[inline(always)]
-pub(super) fn softmax(x: &mut [f32]) {
-    let mut maxima = [f32::NEG_INFINITY; LANES];
-    let (chunks, tail) = x.as_chunks::<LANES>();
-    for chunk in chunks {
-        for j in 0..LANES {
-            maxima[j] = if chunk[j] > maxima[j] { chunk[j] } else { maxima[j] };
-        }
-    }
-    let mut max = f32::NEG_INFINITY;
-    for v in maxima.iter().chain(tail) {
-        max = if *v > max { *v } else { max };
-    }
+pub(super) fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
     let mut sums = [0.0f32; LANES];
     let (chunks, tail) = x.as_chunks_mut::<LANES>();
     for chunk in chunks {
         for j in 0..LANES {
-            chunk[j] = exp(chunk[j] - max);
+            chunk[j] = exp(chunk[j] - shift);
             sums[j] += chunk[j];
         }
     }
     for (v, sum) in tail.iter_mut().zip(&mut sums) {
-        *v = exp(*v - max);
+        *v = exp(*v - shift);
         *sum += *v;
     }
-    let sum = reduce(sums);
-    for v in x {
-        *v /= sum;
-    }
+    reduce(sums)
 }
 
 /// Quantizes one row; see [`super::Quantized`] for the rule and the layouts.

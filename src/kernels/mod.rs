@@ -103,7 +103,7 @@ pub struct Kernels {
     decode_row: unsafe fn(&WeightRef, usize, &mut [f32]),
     add_scaled_rows: unsafe fn(&WeightRef, Range<usize>, &[f32], &mut [f32]),
     silu_mul: unsafe fn(&[f32], &mut [f32]),
-    softmax: unsafe fn(&mut [f32]),
+    exp_shifted: unsafe fn(&mut [f32], f32) -> f32,
     quantize_row: unsafe fn(&[f32], QuantRowMut),
     /// `tile[i * rows.len() + r]` for `batch` rows of `x` (each `w.cols()` long): the exact path.
     exact: unsafe fn(&WeightRef, Range<usize>, &[f32], &mut [f32]),
@@ -180,11 +180,11 @@ impl Kernels {
         unsafe { (self.silu_mul)(gate, up) }
     }
 
-    /// Softmax in place: `exp(x - max) / sum`, the sum in 32 lanes as in a dot product. Minus infinity becomes exactly 0,
-    /// unless every element is minus infinity: then, as with any NaN in `x`, all become NaN. Empty stays empty.
-    pub fn softmax(&self, x: &mut [f32]) {
+    /// Replaces each value by `exp(value - shift)` and returns their sum, in 32 lanes as in a dot product. With `shift`
+    /// the largest value (and finite) every result lies between 0 and 1; minus infinity becomes exactly 0, NaN stays.
+    pub fn exp_shifted(&self, x: &mut [f32], shift: f32) -> f32 {
         // SAFETY: holding this table proves that the CPU has the instructions of its functions.
-        unsafe { (self.softmax)(x) }
+        unsafe { (self.exp_shifted)(x, shift) }
     }
 
     fn quantize_row(&self, x: &[f32], row: QuantRowMut) {
@@ -247,11 +247,11 @@ mod tests {
     }
 
     #[test]
-    fn softmax_and_silu_at_known_points() {
+    fn exp_and_silu_at_known_points() {
         for k in Kernels::all_available() {
-            let mut x = [0.0, f32::NEG_INFINITY, 0.0, -1000.0];
-            k.softmax(&mut x);
-            assert_eq!(x, [0.5, 0.0, 0.5, 0.0], "{k:?}");
+            let mut x = [7.0, f32::NEG_INFINITY, 7.0, -1000.0];
+            assert_eq!(k.exp_shifted(&mut x, 7.0), 2.0, "{k:?}");
+            assert_eq!(x, [1.0, 0.0, 1.0, 0.0], "{k:?}");
             let mut up = [3.0, 2.0, -4.0, 5.0];
             k.silu_mul(&[0.0, 100.0, -200.0, 1.0], &mut up);
             assert_eq!(up[..3], [0.0, 200.0, 0.0], "{k:?}");

@@ -14,7 +14,7 @@ pub(super) static TABLE: Kernels = Kernels {
     decode_row,
     add_scaled_rows,
     silu_mul,
-    softmax,
+    exp_shifted,
     quantize_row,
     exact,
     integer,
@@ -32,8 +32,8 @@ fn silu_mul(gate: &[f32], up: &mut [f32]) {
     lanes::silu_mul(gate, up);
 }
 
-fn softmax(x: &mut [f32]) {
-    lanes::softmax(x);
+fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
+    lanes::exp_shifted(x, shift)
 }
 
 fn quantize_row(x: &[f32], row: QuantRowMut) {

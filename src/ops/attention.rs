@@ -118,24 +118,14 @@ impl Running {
     const START: Running = Running { max: f32::NEG_INFINITY, sum: 0.0 };
 
     /// Turns a block of scores into weights relative to the new maximum; returns the factor on everything before.
-    fn absorb(&mut self, scores: &mut [f32]) -> f32 {
+    fn absorb(&mut self, k: &Kernels, scores: &mut [f32]) -> f32 {
         let max = scores.iter().fold(self.max, |m, &s| m.max(s));
         let factor = if self.sum == 0.0 { 0.0 } else { (self.max - max).exp() };
-        let sum = exp_shifted(scores, max);
+        let sum = k.exp_shifted(scores, max);
         self.sum = self.sum * factor + sum;
         self.max = max;
         factor
     }
-}
-
-/// Replaces each score by `exp(score - shift)` and returns their sum.
-fn exp_shifted(scores: &mut [f32], shift: f32) -> f32 {
-    let mut sum = 0.0;
-    for s in scores {
-        *s = (*s - shift).exp();
-        sum += *s;
-    }
-    sum
 }
 
 /// Absorbed attention of `rows` query rows.
@@ -220,7 +210,7 @@ fn pool_latents(k: &Kernels, shape: &Shape, queries: &[f32], cache: &[f32], atte
             for (i, s) in scores.iter_mut().enumerate() {
                 *s = k.dot(query, &cache[attended.at(start + i) * width..][..width]) * scale;
             }
-            let factor = running.absorb(scores);
+            let factor = running.absorb(k, scores);
             if factor != 1.0 {
                 pooled.iter_mut().for_each(|p| *p *= factor);
             }
@@ -305,7 +295,7 @@ fn attend_rebuilt(
             let rotary = &cache[at * shape.cached() + shape.rank..][..shape.rope];
             *s = (k.dot(q_nope, key) + k.dot(q_rope, rotary)) * scale;
         }
-        let factor = running.absorb(scores);
+        let factor = running.absorb(k, scores);
         if factor != 1.0 {
             out.iter_mut().for_each(|o| *o *= factor);
         }

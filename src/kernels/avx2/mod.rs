@@ -22,7 +22,7 @@ static TABLE: Kernels = Kernels {
     decode_row: exact::decode_row,
     add_scaled_rows: exact::add_scaled_rows,
     silu_mul,
-    softmax,
+    exp_shifted,
     quantize_row,
     exact: exact::tile,
     integer: integer::tile,
@@ -44,8 +44,8 @@ fn silu_mul(gate: &[f32], up: &mut [f32]) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn softmax(x: &mut [f32]) {
-    lanes::softmax(x);
+fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
+    lanes::exp_shifted(x, shift)
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
