@@ -1,0 +1,208 @@
+//! The program where a machine is less than friendly: io_uring forbidden, no direct reads, nothing to write to, nobody
+//! special, no network. The answer is always the one of a friendly machine.
+
+#![allow(clippy::unwrap_used)]
+#![allow(unsafe_code)]
+
+use std::ffi::CString;
+use std::fs::Permissions;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
+
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+use tempfile::TempDir;
+
+const NOBODY: u32 = 65534;
+
+fn bundled() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")
+}
+
+/// A short greedy generation with a pool far smaller than the model, so that experts are read throughout.
+fn generation(model: &Path, extra: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+    command.args(["run", "-p", "Tell me a story about a fox.", "-n", "24", "--temp", "0", "--ram", "10M", "-m"]);
+    command.arg(model).args(extra).stdin(Stdio::null());
+    for name in ["MODEL", "RAM", "THREADS", "IO", "DEVICE"] {
+        command.env_remove(format!("MILLSTREAM_{name}"));
+    }
+    command
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+/// Standard output of a run that must succeed; `words` must all be in its standard error.
+#[track_caller]
+fn answer(output: &Output, words: &[&str]) -> String {
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "signal {:?}: {said}", output.status.signal());
+    for word in words {
+        assert!(said.contains(word), "no {word:?} in: {said}");
+    }
+    text(&output.stdout).to_owned()
+}
+
+/// What every run here must answer: found once, by reader threads without direct reads.
+fn expected() -> &'static str {
+    static ANSWER: OnceLock<String> = OnceLock::new();
+    ANSWER.get_or_init(|| {
+        let plain = generation(container(), &["--device", "threads", "--io", "buffered"]).output().unwrap();
+        answer(&plain, &["reads"])
+    })
+}
+
+/// The bundled model as a container, converted once.
+fn container() -> &'static Path {
+    static DIR: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
+    &DIR.get_or_init(|| {
+        let dir = TempDir::new().unwrap();
+        let model = dir.path().join("model");
+        let mut convert = Command::new(env!("CARGO_BIN_EXE_millstream"));
+        let output = convert.args(["convert", "-q"]).arg(bundled()).arg(&model).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        (dir, model)
+    })
+    .1
+}
+
+/// A filter that does `action` on every io_uring call.
+fn forbid_io_uring(action: SeccompAction) -> BpfProgram {
+    let calls = [libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register];
+    let rules = calls.into_iter().map(|call| (call, vec![])).collect();
+    let arch = TargetArch::try_from(std::env::consts::ARCH).unwrap();
+    SeccompFilter::new(rules, SeccompAction::Allow, action, arch).unwrap().try_into().unwrap()
+}
+
+fn under_filter(mut command: Command, program: BpfProgram) -> Output {
+    // SAFETY: the closure only makes the one system call that applies a filter made before the fork.
+    unsafe {
+        command.pre_exec(move || seccompiler::apply_filter(&program).map_err(io::Error::other));
+    }
+    command.output().unwrap()
+}
+
+#[test]
+fn io_uring_denied_by_a_filter_falls_back_to_threads_with_one_line() {
+    for errno in [libc::EPERM, libc::ENOSYS] {
+        let filter = forbid_io_uring(SeccompAction::Errno(errno as u32));
+        let output = under_filter(generation(container(), &[]), filter);
+        assert_eq!(answer(&output, &["io_uring", "threads, "]), expected());
+        let lines = text(&output.stderr).lines().filter(|line| line.contains("io_uring")).count();
+        assert_eq!(lines, 1, "{}", text(&output.stderr));
+    }
+    let filter = forbid_io_uring(SeccompAction::Errno(libc::EPERM as u32));
+    let output = under_filter(generation(container(), &["--device", "uring"]), filter);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("hint:"), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stdout), "");
+}
+
+#[test]
+fn where_an_io_uring_call_kills_threads_make_none() {
+    let output = under_filter(generation(container(), &["--device", "threads"]), forbid_io_uring(SeccompAction::KillProcess));
+    assert_eq!(answer(&output, &["threads, "]), expected());
+}
+
+#[test]
+fn a_file_system_without_direct_reads_is_said_and_used() {
+    let Ok(memory) = TempDir::new_in("/dev/shm") else {
+        eprintln!("skipped: /dev/shm cannot be written to");
+        return;
+    };
+    let model = memory.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for entry in std::fs::read_dir(container()).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), model.join(entry.file_name())).unwrap();
+    }
+    let output = generation(&model, &[]).output().unwrap();
+    assert_eq!(answer(&output, &["buffered"]), expected());
+    let output = generation(&model, &["--io", "direct"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("hint:"), "{}", text(&output.stderr));
+}
+
+/// Runs `change` in the child between fork and exec; `None` where this user may not do it.
+fn changed(mut command: Command, change: impl Fn() -> io::Result<()> + Send + Sync + 'static) -> Option<Output> {
+    // SAFETY: the closures passed here only make system calls on values made before the fork.
+    unsafe {
+        command.pre_exec(change);
+    }
+    match command.output() {
+        Ok(output) => Some(output),
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+            eprintln!("skipped: this user may not change the child's surroundings ({e})");
+            None
+        }
+        Err(e) => panic!("{e}"),
+    }
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[test]
+fn a_read_only_mount_is_enough() {
+    let dir = CString::new(container().as_os_str().as_bytes()).unwrap();
+    let mount = move || {
+        let (dir, none) = (dir.as_ptr(), std::ptr::null());
+        // SAFETY: no memory is involved.
+        check(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
+        let private = libc::MS_REC | libc::MS_PRIVATE;
+        // SAFETY: the strings live until exec; the other pointers may be null for these flags.
+        check(unsafe { libc::mount(none, c"/".as_ptr(), none, private, none.cast()) })?;
+        // SAFETY: as above.
+        check(unsafe { libc::mount(dir, dir, none, libc::MS_BIND, none.cast()) })?;
+        let read_only = libc::MS_BIND | libc::MS_REMOUNT | libc::MS_RDONLY;
+        // SAFETY: as above.
+        check(unsafe { libc::mount(none, dir, none, read_only, none.cast()) })
+    };
+    if let Some(output) = changed(generation(container(), &[]), mount) {
+        assert_eq!(answer(&output, &[]), expected());
+    }
+}
+
+#[test]
+fn an_ordinary_user_without_a_home_or_a_network_converts_and_runs() {
+    // SAFETY: the call takes nothing and cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("skipped: this is an ordinary user already");
+        return;
+    }
+    let own = TempDir::new().unwrap();
+    std::fs::set_permissions(own.path(), Permissions::from_mode(0o777)).unwrap();
+    let program = own.path().join("millstream");
+    std::fs::copy(env!("CARGO_BIN_EXE_millstream"), &program).unwrap();
+    // The clone may lie where only its owner can look.
+    let model = own.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for entry in std::fs::read_dir(bundled()).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), model.join(entry.file_name())).unwrap();
+    }
+    let mut command = Command::new(&program);
+    command.args(["convert", "-q"]).arg(&model).arg(own.path().join("container")).current_dir(own.path());
+    let drop_rights = || {
+        // SAFETY: no memory is involved.
+        check(unsafe { libc::unshare(libc::CLONE_NEWNET) })?;
+        // SAFETY: no memory is involved.
+        check(unsafe { libc::setgid(NOBODY) })?;
+        // SAFETY: no memory is involved.
+        check(unsafe { libc::setuid(NOBODY) })
+    };
+    let Some(output) = changed(command, drop_rights) else { return };
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let like = generation(&own.path().join("container"), &[]);
+    let mut command = Command::new(&program);
+    command.args(like.get_args()).env("HOME", "/nonexistent").env_remove("XDG_CACHE_HOME").current_dir(own.path());
+    let output = changed(command, drop_rights).unwrap();
+    assert_eq!(answer(&output, &[]), expected());
+}
