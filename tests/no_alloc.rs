@@ -61,9 +61,27 @@ static COUNTING: Counting = Counting;
 
 const TOKENS: usize = 24;
 
+/// A thread allocates while it starts, which on a busy machine may be long after it was made. One that has started
+/// waits for work.
+fn wait_until_all_threads_sleep() {
+    // The state is the field after the name, which is in parentheses.
+    let runs = |stat: &String| stat.rsplit(") ").next().is_some_and(|rest| !rest.starts_with('S'));
+    for _ in 0..100_000 {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        let stats = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("stat")).ok());
+        // This thread itself runs.
+        if stats.filter(runs).count() <= 1 {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_micros(100));
+    }
+    panic!("the engine's threads do not come to rest");
+}
+
 /// Allocations between the second token and the last, and the reads of the whole generation.
 fn allocations(arithmetic: &Arithmetic, setup: &Setup, sampling: Sampling) -> (u64, u64) {
     let mut engine = open(arithmetic, setup).unwrap();
+    wait_until_all_threads_sleep();
     let prompt = arithmetic.model.prompt(25);
     let job = Job { prompt, max_tokens: TOKENS, sampling, stop_ids: vec![] };
     let (mut tokens, mut before, mut after) = (0, 0, 0);
