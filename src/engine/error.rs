@@ -43,6 +43,9 @@ pub enum EngineError {
     /// Sparse attention was asked for and the checkpoint has no indexer.
     #[error("the checkpoint has no indexer weights, so attention cannot be sparse")]
     NoIndexer,
+    /// A draft was asked for and there is nothing that drafts.
+    #[error("the MTP layer is not loaded")]
+    NoMtp,
     /// A prompt without tokens.
     #[error("the prompt is empty")]
     EmptyPrompt,

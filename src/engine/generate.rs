@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::sampler::Sampling;
 use super::{AttentionForm, Engine, EngineError};
-use crate::forward::{self, Form, Logits};
+use crate::forward::{self, Form, KvCache, Logits, Observe, Observed};
 use crate::meter::Stage;
 
 /// What to generate.
@@ -77,15 +77,47 @@ impl Engine {
 
     /// Logits of every position of `tokens` (`[tokens, vocab]`), from an empty context.
     pub fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EngineError> {
+        self.score_observed(tokens, &mut |_, _, _| ())
+    }
+
+    /// As [`Engine::score`], showing `observe` the router's choice in every routed layer of every chunk, in order.
+    pub fn score_observed(&mut self, tokens: &[u32], observe: &mut Observe) -> Result<Vec<f32>, EngineError> {
         self.check_ids(tokens)?;
         self.begin(tokens.len());
         let form = self.prompt_form(tokens.len());
-        let mut logits = Vec::with_capacity(tokens.len() * self.model.arch.vocab);
+        let mut scores = Vec::with_capacity(tokens.len() * self.model.arch.vocab);
+        for chunk in tokens.chunks(self.prefill_rows) {
+            let Engine { model, experts, kv, state, meter, .. } = self;
+            let mut experts = Observed { inner: experts, observe: &mut |layer, ids, gates| observe(layer, ids, gates) };
+            forward::step(model, &mut experts, kv, state, meter, chunk, form, Logits::All)?;
+            scores.extend_from_slice(self.state.logits());
+        }
+        Ok(scores)
+    }
+
+    /// Logits of the MTP layer's first draft at every position t of `tokens` but the last (`[tokens - 1, vocab]`): its
+    /// guess of token t + 2, from the hidden state of t and token t + 1. From an empty context, which is left empty.
+    pub fn draft_scores(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EngineError> {
+        if self.model.resident.mtp.is_none() {
+            return Err(EngineError::NoMtp);
+        }
+        self.check_ids(tokens)?;
+        self.begin(tokens.len());
+        let (form, width) = (self.prompt_form(tokens.len()), self.model.arch.hidden);
+        let mut hidden = Vec::with_capacity(tokens.len() * width);
         for chunk in tokens.chunks(self.prefill_rows) {
             self.step(chunk, form, Logits::All)?;
-            logits.extend_from_slice(self.state.logits());
+            hidden.extend_from_slice(self.state.final_hidden(chunk.len(), width));
         }
-        Ok(logits)
+        self.kv.truncate(0);
+        let Engine { model, experts, state, meter, prefill_rows, .. } = self;
+        let mut kv = KvCache::for_mtp(&model.arch, tokens.len(), model.sparse);
+        let mut scores = Vec::with_capacity(tokens.len() * model.arch.vocab);
+        for (next, hidden) in tokens[1..].chunks(*prefill_rows).zip(hidden.chunks(*prefill_rows * width)) {
+            forward::mtp_step(model, experts, &mut kv, state, meter, next, &hidden[..next.len() * width])?;
+            scores.extend_from_slice(state.logits());
+        }
+        Ok(scores)
     }
 
     fn answer(

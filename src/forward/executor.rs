@@ -39,6 +39,29 @@ pub trait ExpertExecutor {
     ) -> Result<(), ForwardError>;
 }
 
+/// Sees the model layer, the expert ids (`[rows, top_k]`, each row ascending) and the gates (`[rows, top_k]`) of a call.
+pub type Observe<'a> = dyn FnMut(usize, &[u16], &[f32]) + 'a;
+
+/// Another executor, with a witness: `observe` sees every call before it is served.
+pub struct Observed<'a> {
+    /// Serves the calls.
+    pub inner: &'a mut dyn ExpertExecutor,
+    /// The witness.
+    pub observe: &'a mut Observe<'a>,
+}
+
+impl ExpertExecutor for Observed<'_> {
+    fn run(
+        &mut self,
+        call: ExpertCall<'_>,
+        meter: &mut Meter,
+        meanwhile: &mut dyn FnMut(&mut Meter),
+    ) -> Result<(), ForwardError> {
+        (self.observe)(call.layer, call.ids, call.gates);
+        self.inner.run(call, meter, meanwhile)
+    }
+}
+
 /// Experts streamed from disk through an [`ExpertStore`].
 pub struct Streamed {
     /// The store; the engine reads its counters.

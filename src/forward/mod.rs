@@ -19,7 +19,7 @@ use crate::model::resident::{Layer, Matrix, MlpWeights, Resident};
 use crate::ops::rope::Rope;
 use crate::ops::{Compute, norm};
 use crate::store::StoreError;
-pub use executor::{ExpertCall, ExpertExecutor, Streamed};
+pub use executor::{ExpertCall, ExpertExecutor, Observe, Observed, Streamed};
 pub use mtp::mtp_step;
 pub use state::{KvCache, State};
 
