@@ -191,18 +191,20 @@ fn assert_one_read_an_expert(checkpoint: &Checkpoint) {
     assert!(experts > 0);
 }
 
-fn default_bits(name: &str, mtp: &str) -> u32 {
+/// Widths of a conversion with 4-bit experts and `dense` bits for what is neither expert nor an exception.
+fn bits_of(name: &str, mtp: &str, dense: u32) -> u32 {
     match name {
         _ if name.contains("embed_tokens") || name.contains("lm_head") || name.contains(".indexer.") => 8,
         _ if name.starts_with(mtp) => 8,
-        _ => 4,
+        _ if name.contains(".mlp.experts.") => 4,
+        _ => dense,
     }
 }
 
 #[test]
 fn the_default_container_of_a_trained_fp8_model_holds_its_weights() {
     let dst = converted(trained_model(), &ConvertOptions::default());
-    assert_values(trained_model(), dst.path(), None, |name| default_bits(name, "model.layers.6."));
+    assert_values(trained_model(), dst.path(), None, |name| bits_of(name, "model.layers.6.", 8));
     let checkpoint = Checkpoint::open(dst.path()).unwrap();
     assert!(checkpoint.notes().is_empty(), "{:?}", checkpoint.notes());
     assert_one_read_an_expert(&checkpoint);
@@ -212,9 +214,9 @@ fn the_default_container_of_a_trained_fp8_model_holds_its_weights() {
 
 #[test]
 fn groups_and_other_widths_hold_the_weights() {
-    let grouped = ConvertOptions { group: Some(32), ..ConvertOptions::default() };
+    let grouped = ConvertOptions { dense: Width::Bits4, group: Some(32), ..ConvertOptions::default() };
     let dst = converted(tiny_model(), &grouped);
-    assert_values(tiny_model(), dst.path(), Some(32), |name| default_bits(name, "model.layers.5."));
+    assert_values(tiny_model(), dst.path(), Some(32), |name| bits_of(name, "model.layers.5.", 4));
     let checkpoint = Checkpoint::open(dst.path()).unwrap();
     assert_one_read_an_expert(&checkpoint);
     assert_eq!(checkpoint.experts.get(1, 0).unwrap().down.spec.format, Format::Int4Group { group: 32 });

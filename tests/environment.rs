@@ -106,7 +106,8 @@ fn io_uring_denied_by_a_filter_falls_back_to_threads_with_one_line() {
 
 #[test]
 fn where_an_io_uring_call_kills_threads_make_none() {
-    let output = under_filter(generation(container(), &["--device", "threads"]), forbid_io_uring(SeccompAction::KillProcess));
+    let output =
+        under_filter(generation(container(), &["--device", "threads"]), forbid_io_uring(SeccompAction::KillProcess));
     assert_eq!(answer(&output, &["threads, "]), expected());
 }
 

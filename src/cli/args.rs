@@ -133,7 +133,7 @@ pub struct RunArgs {
 #[command(after_help = "\
 Examples:
   millstream convert /models/GLM-5.2-FP8 /models/glm-5.2-int4
-  millstream convert --experts 4 --group 64 --dense 8 /models/GLM-5.2-FP8 /models/glm-5.2-g64
+  millstream convert --experts 4 --group 64 --dense 4 /models/GLM-5.2-FP8 /models/glm-5.2-g64
 
 Widths are bits: 16, 8, 4 or 2.")]
 pub struct ConvertArgs {
@@ -146,7 +146,7 @@ pub struct ConvertArgs {
     /// Width of the routed experts [default: 4]
     #[arg(long, value_name = "BITS", value_parser = parse_bits)]
     pub experts: Option<u8>,
-    /// Width of attention, dense and shared layers [default: 4]
+    /// Width of attention, dense and shared layers; 4 halves what stays in memory [default: 8]
     #[arg(long, value_name = "BITS", value_parser = parse_bits)]
     pub dense: Option<u8>,
     /// Width of embeddings and output head [default: 8]

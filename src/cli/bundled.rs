@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::convert::{ConvertOptions, Width, convert};
+use crate::checkpoint::convert::{ConvertOptions, convert};
 
 use super::machine::Machine;
 use super::{Failure, render, size};
@@ -40,7 +40,7 @@ pub fn find(machine: &Machine) -> Result<PathBuf, Failure> {
 /// also when two processes begin at once.
 pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBuf, Failure> {
     let checkpoint = Checkpoint::open(source).map_err(|e| Failure::of(&e).hint(e.hint()))?;
-    let options = ConvertOptions { experts: Width::Bits4, dense: Width::Bits8, ..ConvertOptions::default() };
+    let options = ConvertOptions::default();
     let version = env!("CARGO_PKG_VERSION");
     let name = format!("glm-tales-{}-e4-d8-v{version}-{CONVERSION}", checkpoint.fingerprint_hex());
     let cache = cache_dir(machine)?;

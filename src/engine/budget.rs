@@ -67,7 +67,7 @@ impl Budget {
         if total < least {
             return Err(TooSmall { needed: least, available: total });
         }
-        let slabs = if d.slab == 0 { 0 } else { ((total - fixed) / d.slab).min(d.experts) };
+        let slabs = (total - fixed).checked_div(d.slab).map_or(0, |slabs| slabs.min(d.experts));
         Ok(Budget {
             total,
             resident: d.resident,

@@ -26,6 +26,9 @@ impl<T> Shared<T> {
     }
 }
 
+/// What is done to two pieces of the same number.
+type PairTask<'a, A, B> = &'a (dyn Fn(usize, &mut [A], &mut [B]) + Sync);
+
 impl Team {
     /// Runs `f(i, piece)` for every consecutive piece of `chunk` elements of `out`; the last piece may be shorter.
     pub fn for_chunks<T: Send>(&self, out: &mut [T], chunk: usize, f: &(dyn Fn(usize, &mut [T]) + Sync)) {
@@ -44,7 +47,7 @@ impl Team {
         chunk_a: usize,
         b: &mut [B],
         chunk_b: usize,
-        f: &(dyn Fn(usize, &mut [A], &mut [B]) + Sync),
+        f: PairTask<A, B>,
     ) {
         let tasks = a.len().div_ceil(chunk_a);
         assert_eq!(tasks, b.len().div_ceil(chunk_b), "both buffers have one piece a task");

@@ -44,7 +44,9 @@ impl Model {
             Model::Tiny => return tiny(),
             Model::Tales => return tales(),
             Model::TinyInt4 => (tiny(), int8_but(Width::Bits4, None)),
-            Model::TinyInt4Groups => (tiny(), ConvertOptions { group: Some(16), ..ConvertOptions::default() }),
+            Model::TinyInt4Groups => {
+                (tiny(), ConvertOptions { dense: Width::Bits4, group: Some(16), ..ConvertOptions::default() })
+            }
             Model::TinyInt2 => (tiny(), int8_but(Width::Bits2, None)),
             Model::TalesInt4 => (tales(), int8_but(Width::Bits4, None)),
         };

@@ -33,8 +33,11 @@ pub fn precisions() -> Vec<Precision> {
     vec![
         precision("int8 everywhere", Bits8, Bits8, None),
         precision("int4 g64 experts, int8 rest", Bits4, Bits8, Some(64)),
-        precision("int4 experts, int8 rest", Bits4, Bits8, None),
-        Precision { name: "int4 experts and dense, int8 rest (default)", options: ConvertOptions::default() },
+        Precision { name: "int4 experts, int8 rest (default)", options: ConvertOptions::default() },
+        Precision {
+            name: "int4 experts and dense, int8 rest",
+            options: ConvertOptions { dense: Bits4, ..ConvertOptions::default() },
+        },
         precision("int4 everywhere", Bits4, Bits4, None),
         precision("int2 experts, int8 rest", Bits2, Bits8, None),
         precision("int2 everywhere", Bits2, Bits2, None),

@@ -25,7 +25,7 @@ fn experts_tolerate_what_the_rest_does_not() {
     };
     let int8 = share("int8 everywhere", Activations::F32);
     let int8_integer = share("int8 everywhere", Activations::Int8);
-    let int4_experts = share("int4 experts, int8 rest", Activations::Int8);
+    let int4_experts = share("int4 experts, int8 rest (default)", Activations::Int8);
     let int4 = share("int4 everywhere", Activations::Int8);
     let int2_experts = share("int2 experts, int8 rest", Activations::Int8);
     let int2 = share("int2 everywhere", Activations::Int8);

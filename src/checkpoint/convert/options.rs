@@ -67,11 +67,11 @@ pub struct ConvertOptions {
 }
 
 impl Default for ConvertOptions {
-    /// The precision of the published int4 containers.
+    /// Experts tolerate 4 bits, what every token passes through does not: see `bench/record`.
     fn default() -> Self {
         ConvertOptions {
             experts: Width::Bits4,
-            dense: Width::Bits4,
+            dense: Width::Bits8,
             io_bits: Width::Bits8,
             mtp: Width::Bits8,
             indexer: Width::Bits8,
