@@ -494,7 +494,7 @@ fn another_conversion_does_not_continue_a_stopped_one() {
         })
     }));
     assert!(stopped.is_err());
-    let other = ConvertOptions { dense: Width::Bits8, ..ConvertOptions::default() };
+    let other = ConvertOptions { dense: Width::Bits4, ..ConvertOptions::default() };
     let message = quietly(tiny_model(), dst.path(), &other).unwrap_err().to_string();
     assert!(message.contains("dense=4") && message.contains("dense=8"), "{message}");
     let error = convert(dst.path(), quick_dir().path(), &other, &mut |_| {}).unwrap_err();
