@@ -8,6 +8,8 @@ pub const MAX_EXPERTS: usize = 1 << 14;
 pub const MAX_TOP_K: usize = 64;
 /// Rows of one forward step: a prefill chunk, or the sequences of a batch.
 pub const MAX_ROWS: usize = 512;
+/// Compute threads.
+pub const MAX_THREADS: usize = 1024;
 /// Width of the compressed key-value latent; absorbed attention decodes one such row on the stack.
 pub const MAX_KV_RANK: usize = 2048;
 /// Positions of a context.

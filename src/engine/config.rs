@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use millstream_io::{DeviceKind, IoMode};
 
+use super::EngineError;
 use crate::kernels::Isa;
+use crate::limits::{MAX_ROWS, MAX_THREADS, MIN_SLABS};
 use crate::ops::Activations;
 
 /// Context when neither the user nor a smaller model says otherwise: the cache of a longer one costs memory up front.
@@ -78,6 +80,20 @@ pub struct EngineConfig {
 }
 
 impl EngineConfig {
+    /// Refuses sizes that no engine can have.
+    pub(super) fn check(&self) -> Result<(), EngineError> {
+        let within = |name, value, range: std::ops::RangeInclusive<usize>| match range.contains(&value) {
+            true => Ok(()),
+            false => Err(EngineError::Size { name, value, least: *range.start(), most: *range.end() }),
+        };
+        within("compute threads", self.threads, 1..=MAX_THREADS)?;
+        within("rows of a prefill chunk", self.prefill_rows, 1..=MAX_ROWS)?;
+        match self.memory {
+            Memory::Slabs(slabs) => within("slabs", slabs, MIN_SLABS..=u32::MAX as usize),
+            Memory::Total(_) => Ok(()),
+        }
+    }
+
     /// The defaults of `run` for the model in `dir`, with one compute thread and `available_bytes` of memory.
     pub fn new(dir: impl Into<PathBuf>, available_bytes: u64) -> EngineConfig {
         EngineConfig {

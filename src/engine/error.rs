@@ -32,6 +32,18 @@ pub enum EngineError {
     /// The machine lacks an instruction set that was asked for.
     #[error("this machine has no {0}")]
     NoIsa(Isa),
+    /// A size in the configuration that no engine can have.
+    #[error("{value} {name}: there must be {least} to {most}")]
+    Size {
+        /// Which size.
+        name: &'static str,
+        /// What it was set to.
+        value: usize,
+        /// Least that works.
+        least: usize,
+        /// Most that works.
+        most: usize,
+    },
     /// The context asked for is outside what the model and the engine allow.
     #[error("a context of {asked} positions was asked for; the model allows 1 to {most}")]
     Context {

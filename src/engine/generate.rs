@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::config::DEFAULT_PREFILL_ROWS;
 use super::sampler::Sampling;
 use super::{AttentionForm, Engine, EngineError};
 use crate::forward::{self, Form, KvCache, Logits, Observe, Observed};
@@ -178,9 +179,9 @@ impl Engine {
         self.meter.restart();
     }
 
-    /// Decided once for a prompt, not for each chunk, so that chunking changes no bit.
+    /// Decided by the prompt's length alone, so that chunking changes no bit.
     fn prompt_form(&self, tokens: usize) -> Form {
-        let pays = tokens.min(self.prefill_rows) >= super::shape_of(&self.model.arch).explicit_pays_from();
+        let pays = tokens.min(DEFAULT_PREFILL_ROWS) >= super::shape_of(&self.model.arch).explicit_pays_from();
         match self.attention {
             AttentionForm::Auto if pays => Form::Explicit,
             AttentionForm::Auto | AttentionForm::Absorbed => Form::Absorbed,

@@ -67,6 +67,7 @@ impl Engine {
     /// As [`Engine::open`], reading experts through the device that `device` makes.
     pub fn open_with(config: &EngineConfig, device: OpenDevice) -> Result<Engine, EngineError> {
         let started = Instant::now();
+        config.check()?;
         let checkpoint = Checkpoint::open(&config.dir)?;
         let arch = &checkpoint.arch;
         let context = context_of(config, arch)?;
@@ -178,7 +179,7 @@ fn may_be_explicit(config: &EngineConfig, shape: &Shape) -> bool {
     match config.attention {
         AttentionForm::Absorbed => false,
         AttentionForm::Explicit => true,
-        AttentionForm::Auto => config.prefill_rows >= shape.explicit_pays_from(),
+        AttentionForm::Auto => config::DEFAULT_PREFILL_ROWS >= shape.explicit_pays_from(),
     }
 }
 
