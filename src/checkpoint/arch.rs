@@ -30,7 +30,7 @@ pub struct Arch {
     pub norm_eps: f64,
     /// Base of the rotary angles.
     pub rope_theta: f64,
-    /// Longest context the model declares.
+    /// Longest context: what the model declares, at most [`crate::limits::MAX_CONTEXT`].
     pub max_context: usize,
     /// Whether the output head is the embedding matrix.
     pub tied_head: bool,

@@ -17,7 +17,6 @@ use crate::checkpoint::Checkpoint;
 use crate::checkpoint::arch::Arch;
 use crate::forward::{KvCache, Model, State, Streamed};
 use crate::kernels::{Kernels, Team};
-use crate::limits::MAX_CONTEXT;
 use crate::meter::Meter;
 use crate::model::resident::Plan;
 pub use crate::ops::Activations;
@@ -152,7 +151,7 @@ impl Engine {
 }
 
 fn context_of(config: &EngineConfig, arch: &Arch) -> Result<usize, EngineError> {
-    let most = arch.max_context.min(MAX_CONTEXT);
+    let most = arch.max_context;
     match config.context {
         None => Ok(most.min(config::DEFAULT_CONTEXT)),
         Some(asked) if (1..=most).contains(&asked) => Ok(asked),
