@@ -16,7 +16,7 @@ pub struct Arch {
     pub hidden: usize,
     /// Token ids are below this.
     pub vocab: usize,
-    /// Decoder layers, in order; the MTP layer is not among them.
+    /// Decoder layers, in order, at least one of them routed; the MTP layer is not among them.
     pub layers: Vec<LayerArch>,
     /// The multi-token-prediction layer (layer index `layers.len()`), where the checkpoint declares one.
     pub mtp: Option<LayerArch>,

@@ -82,6 +82,10 @@ fn parse_glm(config: &Fields) -> Result<Arch> {
     let moe = parse_moe(config)?;
     let sources = indexer_kinds(config, layer_count, mtp_count)?;
     let mlps = mlp_kinds(config, layer_count, mtp_count)?;
+    if !mlps.contains(&MlpKind::Sparse) {
+        let field = if config.get("mlp_layer_types").is_some() { "mlp_layer_types" } else { "first_k_dense_replace" };
+        return Err(config.bad(field, "at least one layer with routed experts", "dense layers only"));
+    }
     let layers = mlps.iter().zip(&sources).map(|(&mlp, &indexer)| LayerArch { mlp, indexer }).collect();
     let mtp = LayerArch { mlp: MlpKind::Sparse, indexer: IndexerKind::Full };
     Ok(Arch {

@@ -204,7 +204,7 @@ fn divide(
         reconstruction,
         activations: budget::activation_bytes(arch, config.prefill_rows),
         slab,
-        experts: table.len() as u64,
+        experts: table.experts() as u64,
     };
     let fixed = demand.resident + demand.kv + demand.reconstruction + demand.activations;
     let ram = match config.memory {
