@@ -7,6 +7,7 @@ use clap::{Parser, Subcommand};
 
 use millstream_io::{DeviceKind, IoMode};
 
+use crate::checkpoint::convert::Width;
 use crate::engine::{Activations, AttentionForm, Dsa};
 use crate::kernels::Isa;
 
@@ -144,17 +145,17 @@ pub struct ConvertArgs {
     #[arg(value_name = "DST")]
     pub destination: PathBuf,
     /// Width of the routed experts [default: 4]
-    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
-    pub experts: Option<u8>,
+    #[arg(long, value_name = "BITS")]
+    pub experts: Option<Width>,
     /// Width of attention, dense and shared layers; 4 halves what stays in memory [default: 8]
-    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
-    pub dense: Option<u8>,
+    #[arg(long, value_name = "BITS")]
+    pub dense: Option<Width>,
     /// Width of embeddings and output head [default: 8]
-    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
-    pub io_bits: Option<u8>,
+    #[arg(long, value_name = "BITS")]
+    pub io_bits: Option<Width>,
     /// Width of the multi-token-prediction layer [default: 8]
-    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
-    pub mtp: Option<u8>,
+    #[arg(long, value_name = "BITS")]
+    pub mtp: Option<Width>,
     /// Columns that share a scale in 4-bit matrices [default: a whole row]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub group: Option<u16>,
@@ -274,16 +275,6 @@ fn parse_kernels(text: &str) -> Result<KernelChoice, String> {
         Ok(KernelChoice::Auto)
     } else {
         text.parse::<Isa>().map(KernelChoice::Isa).map_err(|e| e.to_string())
-    }
-}
-
-fn parse_bits(text: &str) -> Result<u8, String> {
-    match text {
-        "16" => Ok(16),
-        "8" => Ok(8),
-        "4" => Ok(4),
-        "2" => Ok(2),
-        _ => Err("a width is 16, 8, 4 or 2 bits".into()),
     }
 }
 
