@@ -41,8 +41,7 @@ pub fn find(machine: &Machine) -> Result<PathBuf, Failure> {
 pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBuf, Failure> {
     let checkpoint = Checkpoint::open(source).map_err(|e| Failure::of(&e).hint(e.hint()))?;
     let options = ConvertOptions::default();
-    let version = env!("CARGO_PKG_VERSION");
-    let name = format!("glm-tales-{}-e4-d8-v{version}-{CONVERSION}", checkpoint.fingerprint_hex());
+    let name = container_name(&checkpoint.fingerprint_hex(), &options);
     let cache = cache_dir(machine)?;
     let container = cache.join(&name);
     if container.join("config.json").is_file() {
@@ -88,6 +87,12 @@ pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBu
         &format!("converted in {took:.1} s, {}; later runs use it as it is", size::show(report.bytes_total)),
     );
     Ok(container)
+}
+
+/// The name of a container in the cache: everything that decides its bytes, so that none of it can change under a name.
+fn container_name(fingerprint: &str, options: &ConvertOptions) -> String {
+    let parameters = options.parameters().replace('=', "").replace(' ', "-");
+    format!("glm-tales-{fingerprint}-{parameters}-v{}-{CONVERSION}", env!("CARGO_PKG_VERSION"))
 }
 
 /// `$XDG_CACHE_HOME/millstream`, else `~/.cache/millstream`, else a directory of this user among the temporary files:
@@ -204,6 +209,27 @@ mod tests {
         let machine = machine(root.path(), &[]);
         std::os::unix::fs::symlink(&elsewhere, root.path().join(format!("millstream-{}", machine.uid))).unwrap();
         assert!(cache_dir(&machine).is_err());
+    }
+
+    #[test]
+    fn another_option_is_another_name_in_the_cache() {
+        use crate::checkpoint::convert::Width;
+        let default = ConvertOptions::default();
+        let names = [
+            container_name("0", &default),
+            container_name("1", &default),
+            container_name("0", &ConvertOptions { experts: Width::Bits2, ..default.clone() }),
+            container_name("0", &ConvertOptions { dense: Width::Bits4, ..default.clone() }),
+            container_name("0", &ConvertOptions { io_bits: Width::Bits4, ..default.clone() }),
+            container_name("0", &ConvertOptions { mtp: Width::Bits4, ..default.clone() }),
+            container_name("0", &ConvertOptions { indexer: Width::Bits4, ..default.clone() }),
+            container_name("0", &ConvertOptions { group: Some(64), ..default.clone() }),
+            container_name("0", &ConvertOptions { repack: true, ..default }),
+        ];
+        let distinct: std::collections::BTreeSet<&String> = names.iter().collect();
+        assert_eq!(distinct.len(), names.len(), "{names:?}");
+        let safe = |c: char| c.is_ascii_alphanumeric() || "-.".contains(c);
+        assert!(names.iter().all(|name| name.chars().all(safe) && name.len() < 128), "{names:?}");
     }
 
     #[test]
