@@ -30,6 +30,30 @@ pub const MAX_COLUMNS: usize = 1 << 17;
 pub const SCORE_BLOCK: usize = 128;
 /// Heads that walk one block of cached positions together, so that the block is read from cache memory once.
 pub const HEAD_GROUP: usize = 8;
+/// Stop strings of a generation.
+pub const MAX_STOPS: usize = 64;
+/// Bytes of a stop string: text is held back for at most this long.
+pub const MAX_STOP_BYTES: usize = 1024;
+/// Higher temperatures only produce noise.
+pub const MAX_TEMPERATURE: f32 = 100.0;
+/// Bytes of a prompt that is read: more than any context holds.
+pub const MAX_PROMPT_BYTES: u64 = 256 << 20;
+/// Bytes of a small JSON file that is read.
+pub const MAX_SMALL_FILE_BYTES: u64 = 64 << 20;
+/// Bytes of a `tokenizer.json` that is read: several times the largest published one.
+pub const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+/// Bytes of a chat template that is read: a hundred times the largest published one.
+pub const MAX_TEMPLATE_BYTES: u64 = 4 << 20;
+/// Instructions a chat template may execute: a published one uses a few hundred for each message.
+pub const MAX_TEMPLATE_STEPS: u64 = 50_000_000;
+/// Depth of a value that a chat template writes as JSON, which takes a call each.
+pub const MAX_JSON_DEPTH: usize = 200;
+/// Bytes of a shard's header that is read, as in the format's own library.
+pub const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Bytes of a tensor's name.
+pub const MAX_NAME_BYTES: usize = 1024;
+/// Dimensions of a tensor.
+pub const MAX_DIMENSIONS: usize = 8;
 /// Slabs without which no expert can be served.
 pub const MIN_SLABS: usize = 1;
 

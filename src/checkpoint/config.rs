@@ -10,13 +10,11 @@ use super::arch::{Arch, AttentionArch, Family, IndexerArch, IndexerKind, LayerAr
 use super::error::{CheckpointError, Result, io_error};
 use crate::limits::{
     MAX_COLUMNS, MAX_CONTEXT, MAX_EXPERTS, MAX_GROUPS, MAX_HEADS, MAX_HIDDEN, MAX_KV_RANK, MAX_LAYERS, MAX_ROPE,
-    MAX_TOP_K, MAX_VOCAB,
+    MAX_SMALL_FILE_BYTES, MAX_TOP_K, MAX_VOCAB,
 };
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Largest small file that is read at all, in bytes.
-pub(crate) const SMALL_FILE_BYTES_MAX: u64 = 64 << 20;
 /// Context of a config that declares none. The declared length bounds a request, it does not shape the model.
 const CONTEXT_UNDECLARED: usize = 1 << 20;
 
@@ -59,12 +57,12 @@ impl Arch {
 /// Reads a small file, refusing one of absurd size before allocating.
 pub(crate) fn read_small(path: &Path) -> Result<Vec<u8>> {
     let bytes = std::fs::metadata(path).map_err(io_error("read", path))?.len();
-    if bytes > SMALL_FILE_BYTES_MAX {
+    if bytes > MAX_SMALL_FILE_BYTES {
         let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         return Err(CheckpointError::Config {
             file,
             field: "length".to_owned(),
-            expected: format!("at most {SMALL_FILE_BYTES_MAX} bytes"),
+            expected: format!("at most {MAX_SMALL_FILE_BYTES} bytes"),
             found: format!("{bytes} bytes"),
         });
     }

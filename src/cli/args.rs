@@ -10,6 +10,7 @@ use millstream_io::{DeviceKind, IoMode};
 use crate::checkpoint::convert::Width;
 use crate::engine::{Activations, AttentionForm, Dsa};
 use crate::kernels::Isa;
+use crate::limits::{MAX_CONTEXT, MAX_THREADS};
 
 use super::size;
 
@@ -240,11 +241,6 @@ impl<T: Copy + PartialEq> Choices<T> {
     }
 }
 
-/// Most threads that can be asked for.
-const THREADS_MAX: usize = 1024;
-/// Longest context that can be asked for.
-const CONTEXT_MAX: usize = 1 << 24;
-
 /// Reads `--seed`; -1 is the field's way of asking for a random one.
 pub fn parse_seed(text: &str) -> Result<Seed, String> {
     match text {
@@ -263,11 +259,11 @@ pub fn parse_ram(text: &str) -> Result<Ram, String> {
 
 /// Reads `--threads`.
 pub fn parse_threads(text: &str) -> Result<usize, String> {
-    in_range(text, 1, THREADS_MAX)
+    in_range(text, 1, MAX_THREADS)
 }
 
 fn parse_context(text: &str) -> Result<usize, String> {
-    in_range(text, 1, CONTEXT_MAX)
+    in_range(text, 1, MAX_CONTEXT)
 }
 
 fn parse_kernels(text: &str) -> Result<KernelChoice, String> {
@@ -323,6 +319,16 @@ mod tests {
             let arguments = ["millstream"].iter().chain(bad);
             let refused = Args::try_parse_from(arguments).expect_err("refused");
             assert_eq!(refused.exit_code(), 2, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn what_can_be_asked_for_is_what_the_engine_can_have() {
+        for (flag, most) in [("-t", 1024u64), ("-c", 2_097_152)] {
+            let typed = |n: u64| Args::try_parse_from(["millstream", "run", flag, &n.to_string()]);
+            assert!(typed(most).is_ok() && typed(1).is_ok(), "{flag}");
+            let refused = typed(most + 1).unwrap_err().to_string();
+            assert!(refused.contains(&format!("from 1 to {most}")), "{refused}");
         }
     }
 

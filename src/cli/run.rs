@@ -12,6 +12,7 @@ use crate::checkpoint::{Arch, Checkpoint, Shape};
 use crate::engine::stats::Stats;
 use crate::engine::stop::StopMatcher;
 use crate::engine::{Engine, EngineError, Finish, Job, Outcome};
+use crate::limits::MAX_PROMPT_BYTES;
 use crate::model::template::{ChatTemplate, Message, RenderOptions, Role};
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 
@@ -20,9 +21,6 @@ use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
 use super::{Done, Failure, bundled, render, size};
-
-/// Longest prompt that is read, in bytes: more than any context holds.
-const PROMPT_BYTES_MAX: u64 = 256 << 20;
 
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
@@ -119,9 +117,9 @@ fn read_prompt(args: &RunArgs) -> Result<String, Failure> {
     let read = |source: &mut dyn Read, name: &str| {
         let mut bytes = Vec::new();
         let cannot = |cause: String| Failure::usage(format!("cannot read the prompt from {name}")).cause(cause);
-        source.take(PROMPT_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(|e| cannot(e.to_string()))?;
-        if bytes.len() as u64 > PROMPT_BYTES_MAX {
-            return Err(cannot(format!("it is longer than {PROMPT_BYTES_MAX} bytes")));
+        source.take(MAX_PROMPT_BYTES + 1).read_to_end(&mut bytes).map_err(|e| cannot(e.to_string()))?;
+        if bytes.len() as u64 > MAX_PROMPT_BYTES {
+            return Err(cannot(format!("it is longer than {MAX_PROMPT_BYTES} bytes")));
         }
         let mut text = String::from_utf8(bytes).map_err(|e| cannot(format!("it is not UTF-8: {e}")))?;
         // Files and pipes end in a newline that nobody means.
