@@ -214,7 +214,12 @@ fn statistics_add_up() {
     let wall = json["wall_s"].as_f64().unwrap();
     let stages = json["stages"].as_object().unwrap();
     let sum: f64 = stages.values().map(|stage| stage["busy_s"].as_f64().unwrap()).sum();
-    assert!((sum - wall).abs() <= 0.02 * wall, "{sum} of {wall}");
+    assert!((sum - wall).abs() <= 1e-6 * wall, "{sum} of {wall}");
+    let busy = |stage: &str| stages[stage]["busy_s"].as_f64().unwrap();
+    for stage in ["attention", "route", "shared", "experts", "head"] {
+        assert!(busy(stage) > 0.0, "{stage}");
+    }
+    assert_eq!(json["decode_steps"], 31);
     assert!(json["memory"]["rss_peak"].as_u64().unwrap() > json["memory"]["resident"].as_u64().unwrap());
     assert!(json["io"]["bytes"].as_u64().unwrap() >= json["io"]["useful_bytes"].as_u64().unwrap());
     let experts = &json["experts"];

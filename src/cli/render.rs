@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::engine::stats::{Directness, STAGE_OTHER, Stats};
+use crate::engine::stats::{Directness, Stats};
 
 use super::config::Setting;
 use super::size;
@@ -110,10 +110,10 @@ pub fn settings_text(settings: &[Setting]) -> String {
 pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
     let mut text = String::from("\n");
     let rate = |rate: Option<f64>| rate.map_or_else(|| "      -      ".into(), |r| format!("{r:>7.1} tok/s"));
-    let first = seconds(stats.ttft_s);
+    let first = stats.ttft_s.map_or_else(|| "no token".into(), |s| format!("first token after {}", seconds(s)));
     let _ = writeln!(
         text,
-        "prompt  {:>7} tokens in {:>8}  {}  first token after {first}, model loaded in {}",
+        "prompt  {:>7} tokens in {:>8}  {}  {first}, model loaded in {}",
         size::grouped(stats.prompt_tokens as u64),
         seconds(stats.prefill_s),
         rate(stats.prefill_tok_s),
@@ -177,12 +177,9 @@ fn stage_table(text: &mut String, stats: &Stats) {
     let share = |part: f64| if total > 0.0 { 100.0 * part / total } else { 0.0 };
     let _ = writeln!(text, "{:<12}{:>10}{:>9}{:>11}{:>11}{:>10}", "stage", "time", "share", "median", "p99", "visits");
     for (name, stage) in &stats.stages.0 {
-        let _ = write!(text, "{name:<12}{:>10}{:>7.1} %", seconds(stage.busy_s), share(stage.busy_s));
-        if *name != STAGE_OTHER {
-            let (median, p99) = (micros(stage.p50_us), micros(stage.p99_us));
-            let _ = write!(text, "{median:>11}{p99:>11}{:>10}", size::grouped(stage.n));
-        }
-        text.push('\n');
+        let (time, share) = (seconds(stage.busy_s), share(stage.busy_s));
+        let (median, p99, visits) = (micros(stage.p50_us), micros(stage.p99_us), size::grouped(stage.n));
+        let _ = writeln!(text, "{name:<12}{time:>10}{share:>7.1} %{median:>11}{p99:>11}{visits:>10}");
     }
     let _ = writeln!(text, "{:<12}{:>10}{:>7.1} %", "total", seconds(total), share(total));
 }
@@ -220,11 +217,12 @@ mod tests {
             tokens: 128,
             finish_reason: "length",
             load_s: 0.0312,
-            ttft_s: 0.131,
+            ttft_s: Some(0.131),
+            decode_steps: 127,
             prefill_s: 0.125,
             decode_s: 3.175,
             wall_s: 3.3,
-            stages: Stages(vec![("attention", stage(1.65, 768)), ("experts", stage(1.32, 12_800))]),
+            stages: Stages(vec![("attention", stage(1.65, 768)), ("experts", stage(1.65, 12_800))]),
             io: IoStats {
                 device: "uring".into(),
                 direct: Directness::Direct,
@@ -250,8 +248,7 @@ prompt       14 tokens in  0.125 s    112.0 tok/s  first token after 0.131 s, mo
 answer      128 tokens in  3.175 s     40.0 tok/s  ended by its length, seed 7
 stage             time    share     median        p99    visits
 attention      1.650 s   50.0 %    12.3 us     4.5 ms       768
-experts        1.320 s   40.0 %    12.3 us     4.5 ms    12,800
-other          0.330 s   10.0 %
+experts        1.650 s   50.0 %    12.3 us     4.5 ms    12,800
 total          3.300 s  100.0 %
 disk    4.20 GB in 1,234 reads, 2.10 GB/s while reading, 0.500 s waited for (uring, direct)
 experts 10,000 used, 690 from disk, hit rate 93.1 %

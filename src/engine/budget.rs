@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use crate::checkpoint::arch::{Arch, MlpKind};
 use crate::limits::MIN_SLABS;
 
 /// Share of the available memory that is used when nothing was said.
@@ -103,23 +102,6 @@ impl fmt::Display for Budget {
             mb(self.total)
         )
     }
-}
-
-/// Bytes of scratch for steps of `rows` rows: what [`crate::forward::State`] and the expert executor allocate.
-pub fn activation_bytes(arch: &Arch, rows: usize) -> u64 {
-    let a = &arch.attention;
-    let dense = arch.layers.iter().map(|l| match l.mlp {
-        MlpKind::Dense { width } => width,
-        MlpKind::Sparse => arch.moe.shared_width,
-    });
-    let width = dense.max().unwrap_or(0);
-    let index = arch.indexer.map_or(0, |i| i.heads * i.dim + i.dim + i.heads + i.top_k);
-    let heads = a.heads * (2 * a.kv_rank + a.rope + (a.nope + a.rope) + 2 * a.value);
-    // x, normed (twice as wide with an MTP layer), branch, shared; gathered and output of the executor; its slots.
-    let hidden = arch.hidden * (7 + arch.moe.top_k);
-    let mlp = 2 * width + 2 * arch.moe.width;
-    let per_row = hidden + heads + mlp + index + a.q_rank + a.kv_rank + a.rope + arch.moe.experts;
-    ((rows * per_row + arch.vocab) * size_of::<f32>()) as u64
 }
 
 #[cfg(test)]

@@ -1,13 +1,12 @@
 //! One generation: prefill in chunks, then token by token.
 
 use std::ops::ControlFlow;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
-use super::config::DEFAULT_PREFILL_ROWS;
 use super::sampler::Sampling;
-use super::{AttentionForm, Engine, EngineError};
-use crate::forward::{self, Form, KvCache, Logits, Observe, Observed};
+use super::{Engine, EngineError};
+use crate::forward::{self, ForwardError, KvCache, Logits, Observe, Observed, Step};
 use crate::meter::Stage;
 
 /// What to generate.
@@ -45,19 +44,21 @@ pub struct Outcome {
     pub finish: Finish,
 }
 
-/// Clock readings of the last generation.
+/// Clock readings and counts of the last generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Times {
     pub(super) prompt_tokens: usize,
     pub(super) tokens: usize,
-    pub(super) prefill: Duration,
-    pub(super) first_token: Duration,
-    pub(super) wall: Duration,
+    /// Steps after the prompt: one for each token that went back into the model.
+    pub(super) decode_steps: usize,
+    /// Until the logits of the last prompt token; none of a generation that did not come so far.
+    pub(super) prefill: Option<Duration>,
+    pub(super) first_token: Option<Duration>,
 }
 
 impl Engine {
     /// Generates from an empty context. `on_token` sees each token before the next is computed and may end the answer;
-    /// `cancel` is looked at between steps.
+    /// `cancel` is looked at before every layer.
     pub fn generate(
         &mut self,
         job: &Job,
@@ -65,15 +66,20 @@ impl Engine {
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
     ) -> Result<Outcome, EngineError> {
         self.check(job)?;
-        let started = Instant::now();
         self.begin(job.prompt.len());
         // The longest answer is known here, so that no token has to make room for the next.
         let mut ids = Vec::with_capacity(job.max_tokens.min(self.context()));
-        let result = self.answer(job, cancel, on_token, &mut ids, started);
+        let result = self.prefill(&job.prompt, cancel).and_then(|()| {
+            self.times.prefill = Some(self.meter.wall());
+            self.decode(job, cancel, on_token, &mut ids)
+        });
         self.meter.lap(Stage::Other);
         self.times.tokens = ids.len();
-        self.times.wall = started.elapsed();
-        Ok(Outcome { ids, finish: result? })
+        let finish = match result {
+            Err(EngineError::Forward(ForwardError::Cancelled)) => Finish::Interrupted,
+            other => other?,
+        };
+        Ok(Outcome { ids, finish })
     }
 
     /// Logits of every position of `tokens` (`[tokens, vocab]`), from an empty context.
@@ -85,12 +91,13 @@ impl Engine {
     pub fn score_observed(&mut self, tokens: &[u32], observe: &mut Observe) -> Result<Vec<f32>, EngineError> {
         self.check_ids(tokens)?;
         self.begin(tokens.len());
-        let form = self.prompt_form(tokens.len());
+        let (form, cancel) = (self.prompt_form, &AtomicBool::new(false));
         let mut scores = Vec::with_capacity(tokens.len() * self.model.arch.vocab);
         for chunk in tokens.chunks(self.prefill_rows) {
             let Engine { model, experts, kv, state, meter, .. } = self;
             let mut experts = Observed { inner: experts, observe: &mut |layer, ids, gates| observe(layer, ids, gates) };
-            forward::step(model, &mut experts, kv, state, meter, chunk, form, Logits::All)?;
+            let step = Step { tokens: chunk, form, logits: Logits::All, cancel };
+            forward::step(model, &mut experts, kv, state, meter, &step)?;
             scores.extend_from_slice(self.state.logits());
         }
         Ok(scores)
@@ -104,10 +111,10 @@ impl Engine {
         }
         self.check_ids(tokens)?;
         self.begin(tokens.len());
-        let (form, width) = (self.prompt_form(tokens.len()), self.model.arch.hidden);
+        let (form, width, cancel) = (self.prompt_form, self.model.arch.hidden, &AtomicBool::new(false));
         let mut hidden = Vec::with_capacity(tokens.len() * width);
         for chunk in tokens.chunks(self.prefill_rows) {
-            self.step(chunk, form, Logits::All)?;
+            self.step(&Step { tokens: chunk, form, logits: Logits::All, cancel })?;
             hidden.extend_from_slice(self.state.final_hidden(chunk.len(), width));
         }
         self.kv.truncate(0);
@@ -121,30 +128,23 @@ impl Engine {
         Ok(scores)
     }
 
-    fn answer(
+    fn prefill(&mut self, prompt: &[u32], cancel: &AtomicBool) -> Result<(), EngineError> {
+        let (form, chunks) = (self.prompt_form, prompt.len().div_ceil(self.prefill_rows));
+        for (i, tokens) in prompt.chunks(self.prefill_rows).enumerate() {
+            let logits = if i + 1 == chunks { Logits::Last } else { Logits::None };
+            self.step(&Step { tokens, form, logits, cancel })?;
+        }
+        Ok(())
+    }
+
+    fn decode(
         &mut self,
         job: &Job,
         cancel: &AtomicBool,
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
         ids: &mut Vec<u32>,
-        started: Instant,
     ) -> Result<Finish, EngineError> {
-        let form = self.prompt_form(job.prompt.len());
-        let chunks = job.prompt.len().div_ceil(self.prefill_rows);
-        for (i, chunk) in job.prompt.chunks(self.prefill_rows).enumerate() {
-            if cancel.load(Ordering::Relaxed) {
-                return Ok(Finish::Interrupted);
-            }
-            self.step(chunk, form, if i + 1 == chunks { Logits::Last } else { Logits::None })?;
-        }
-        self.times.prefill = started.elapsed();
-        loop {
-            if cancel.load(Ordering::Relaxed) {
-                return Ok(Finish::Interrupted);
-            }
-            if ids.len() == job.max_tokens {
-                return Ok(Finish::Length);
-            }
+        while ids.len() < job.max_tokens {
             let position = self.kv.len();
             let id = self.sampler.sample(self.state.logits(), &job.sampling, position as u64)?;
             self.meter.lap(Stage::Sample);
@@ -153,7 +153,7 @@ impl Engine {
             }
             ids.push(id);
             if ids.len() == 1 {
-                self.times.first_token = started.elapsed();
+                self.times.first_token = Some(self.meter.wall());
             }
             let go_on = on_token(id);
             self.meter.lap(Stage::Other);
@@ -161,39 +161,25 @@ impl Engine {
                 return Ok(Finish::StopString);
             }
             if ids.len() == job.max_tokens || position == self.context() {
-                return Ok(Finish::Length);
+                break;
             }
-            self.step(&[id], self.decode_form(), Logits::Last)?;
+            self.step(&Step { tokens: &[id], form: self.decode_form, logits: Logits::Last, cancel })?;
+            self.times.decode_steps += 1;
         }
+        Ok(Finish::Length)
     }
 
-    fn step(&mut self, tokens: &[u32], form: Form, logits: Logits) -> Result<(), EngineError> {
+    fn step(&mut self, step: &Step) -> Result<(), EngineError> {
         let Engine { model, experts, kv, state, meter, .. } = self;
-        Ok(forward::step(model, experts, kv, state, meter, tokens, form, logits)?)
+        Ok(forward::step(model, experts, kv, state, meter, step)?)
     }
 
     fn begin(&mut self, prompt_tokens: usize) {
         self.kv.truncate(0);
         self.experts.store.reset_stats();
+        self.device_before = self.experts.store.device().stats();
         self.times = Times { prompt_tokens, ..Times::default() };
         self.meter.restart();
-    }
-
-    /// Decided by the prompt's length alone, so that chunking changes no bit.
-    fn prompt_form(&self, tokens: usize) -> Form {
-        let pays = tokens.min(DEFAULT_PREFILL_ROWS) >= super::shape_of(&self.model.arch).explicit_pays_from();
-        match self.attention {
-            AttentionForm::Auto if pays => Form::Explicit,
-            AttentionForm::Auto | AttentionForm::Absorbed => Form::Absorbed,
-            AttentionForm::Explicit => Form::Explicit,
-        }
-    }
-
-    fn decode_form(&self) -> Form {
-        match self.attention {
-            AttentionForm::Explicit => Form::Explicit,
-            AttentionForm::Auto | AttentionForm::Absorbed => Form::Absorbed,
-        }
     }
 
     fn check(&self, job: &Job) -> Result<(), EngineError> {

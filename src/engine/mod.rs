@@ -11,17 +11,17 @@ pub mod stop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millstream_io::{Device, DeviceConfig, FileSet, SlabPool, open_device};
+use millstream_io::{Device, DeviceConfig, DeviceStats, FileSet, SlabPool, open_device};
 
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::arch::Arch;
-use crate::forward::{KvCache, Model, State, Streamed};
+use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, shape_of};
 use crate::kernels::{Kernels, Team};
 use crate::meter::Meter;
 use crate::model::resident::Plan;
 pub use crate::ops::Activations;
 use crate::ops::Compute;
-use crate::ops::attention::Shape;
+use crate::ops::room::Room;
 use crate::ops::rope::Rope;
 use crate::store::{ExpertStore, ExpertTable};
 use budget::{Budget, Demand};
@@ -31,6 +31,9 @@ use generate::Times;
 pub use generate::{Finish, Job, Outcome};
 use sampler::Sampler;
 
+/// Rows of a chunk at which the explicit form must pay to be chosen by itself.
+const AUTO_EXPLICIT_ROWS: usize = 128;
+
 /// An opened model.
 pub struct Engine {
     model: Model,
@@ -39,13 +42,16 @@ pub struct Engine {
     state: State,
     meter: Meter,
     sampler: Sampler,
-    attention: AttentionForm,
+    prompt_form: Form,
+    decode_form: Form,
     prefill_rows: usize,
     budget: Budget,
     notes: Vec<String>,
     files: Arc<FileSet>,
     load: Duration,
     times: Times,
+    /// Counters of the device when the last generation began.
+    device_before: DeviceStats,
 }
 
 /// Opens the device that expert reads go through; a test may put another in its place.
@@ -79,7 +85,32 @@ impl Engine {
         let layers = arch.layers.len();
         let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || config.load_mtp)?;
         let plan = Plan::new(&checkpoint, &files, config.load_mtp)?;
-        let budget = divide(config, arch, &table, plan.bytes() as u64, context, sparse)?;
+
+        let (rows, threads) = (config.prefill_rows, config.threads);
+        let (prompt_form, decode_form) = forms_of(config.attention, arch);
+        let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
+        let mut room = Room::default();
+        let state = State::new(arch, rows, context, threads, explicit, &mut room);
+        let scratch = ExpertScratch::new(arch, rows, &mut room);
+        let rope = Rope::new(arch.rope_theta, arch.attention.rope, context, &mut room);
+        let sampler = Sampler::new(arch.vocab);
+        room.add(sampler.bytes());
+        let budget = divide(
+            config,
+            &Demand {
+                ram: None,
+                available: config.available_bytes,
+                resident: plan.bytes() as u64,
+                kv: KvCache::bytes(arch, context, sparse),
+                reconstruction: match explicit {
+                    true => (shape_of(arch).rebuilt(threads, context) * size_of::<f32>()) as u64,
+                    false => 0,
+                },
+                activations: room.bytes(),
+                slab: SlabPool::stride_bytes(table.slab_bytes()) as u64,
+                experts: table.experts() as u64,
+            },
+        )?;
 
         let mut notes = checkpoint.notes().to_vec();
         notes.extend(files.describe());
@@ -90,32 +121,26 @@ impl Engine {
         let device = device(&files, &pool)?;
         notes.extend(device.describe().fallback.clone());
         notes.extend(device.describe().notes.iter().cloned());
+        let device_before = device.stats();
 
-        let rows = config.prefill_rows;
-        let explicit = may_be_explicit(config, &shape_of(arch));
         let arch = checkpoint.arch;
-        let moe = arch.moe;
-        let store = ExpertStore::new(table, device, pool);
+        let compute = Compute { kernels, team: Team::new(threads), activations: config.activations };
         Ok(Engine {
-            experts: Streamed::new(store, rows, arch.hidden, moe.width, moe.top_k, moe.experts),
+            experts: Streamed::new(ExpertStore::new(table, device, pool), scratch),
             kv: KvCache::new(&arch, context, sparse),
-            state: State::new(&arch, rows, context, config.threads, explicit),
+            state,
             meter: Meter::new(),
-            sampler: Sampler::new(arch.vocab),
-            attention: config.attention,
+            sampler,
+            prompt_form,
+            decode_form,
             prefill_rows: rows,
             budget,
             notes,
             files,
             load: started.elapsed(),
             times: Times::default(),
-            model: Model {
-                rope: Rope::new(arch.rope_theta, arch.attention.rope, context),
-                compute: Compute { kernels, team: Team::new(config.threads), activations: config.activations },
-                arch,
-                resident,
-                sparse,
-            },
+            device_before,
+            model: Model { rope, compute, arch, resident, sparse },
         })
     }
 
@@ -168,48 +193,23 @@ fn sparse_of(config: &EngineConfig, arch: &Arch, context: usize) -> Result<bool,
     }
 }
 
-fn shape_of(arch: &Arch) -> Shape {
-    let a = &arch.attention;
-    Shape { heads: a.heads, nope: a.nope, rope: a.rope, value: a.value, rank: a.kv_rank }
-}
-
-/// Whether any chunk may be computed in the explicit form, so that its buffers are needed.
-fn may_be_explicit(config: &EngineConfig, shape: &Shape) -> bool {
-    match config.attention {
-        AttentionForm::Absorbed => false,
-        AttentionForm::Explicit => true,
-        AttentionForm::Auto => config::DEFAULT_PREFILL_ROWS >= shape.explicit_pays_from(),
+/// Forms of prompt and decode, fixed for the life of the engine: neither the length of a prompt nor its chunks change a bit.
+fn forms_of(attention: AttentionForm, arch: &Arch) -> (Form, Form) {
+    match attention {
+        AttentionForm::Absorbed => (Form::Absorbed, Form::Absorbed),
+        AttentionForm::Explicit => (Form::Explicit, Form::Explicit),
+        AttentionForm::Auto if shape_of(arch).explicit_pays_from() <= AUTO_EXPLICIT_ROWS => {
+            (Form::Explicit, Form::Absorbed)
+        }
+        AttentionForm::Auto => (Form::Absorbed, Form::Absorbed),
     }
 }
 
-fn divide(
-    config: &EngineConfig,
-    arch: &Arch,
-    table: &ExpertTable,
-    resident: u64,
-    context: usize,
-    sparse: bool,
-) -> Result<Budget, EngineError> {
-    let shape = shape_of(arch);
-    let reconstruction = match may_be_explicit(config, &shape) {
-        true => (config.threads * context * (shape.nope + shape.value) * size_of::<f32>()) as u64,
-        false => 0,
-    };
-    let slab = SlabPool::stride_bytes(table.slab_bytes()) as u64;
-    let demand = Demand {
-        ram: None,
-        available: config.available_bytes,
-        resident,
-        kv: KvCache::bytes(arch, context, sparse),
-        reconstruction,
-        activations: budget::activation_bytes(arch, config.prefill_rows),
-        slab,
-        experts: table.experts() as u64,
-    };
+fn divide(config: &EngineConfig, demand: &Demand) -> Result<Budget, EngineError> {
     let fixed = demand.resident + demand.kv + demand.reconstruction + demand.activations;
     let ram = match config.memory {
         Memory::Total(ram) => ram,
-        Memory::Slabs(slabs) => Some(fixed + slab * slabs as u64),
+        Memory::Slabs(slabs) => Some(fixed + demand.slab * slabs as u64),
     };
-    Ok(Budget::divide(&Demand { ram, ..demand })?)
+    Ok(Budget::divide(&Demand { ram, ..*demand })?)
 }

@@ -102,6 +102,11 @@ impl Sampler {
         Sampler { kept: Vec::with_capacity(vocab) }
     }
 
+    /// Bytes of its scratch memory.
+    pub fn bytes(&self) -> usize {
+        self.kept.capacity() * size_of::<Candidate>()
+    }
+
     /// Chooses the token for `position` (number of tokens before it) from `logits`, one for each id.
     pub fn sample(&mut self, logits: &[f32], sampling: &Sampling, position: u64) -> Result<u32, SampleError> {
         let best = argmax(logits, position)?;

@@ -25,6 +25,8 @@ pub struct Stats {
     pub prompt_tokens: usize,
     /// Tokens generated.
     pub tokens: usize,
+    /// Steps after the prompt: tokens that went back into the model.
+    pub decode_steps: usize,
     /// Ids of the generated tokens.
     pub ids: Vec<u32>,
     /// The answer as shown.
@@ -36,15 +38,15 @@ pub struct Stats {
     pub stop_string: Option<String>,
     /// Opening the model.
     pub load_s: f64,
-    /// From the start of the generation to its first token.
-    pub ttft_s: f64,
+    /// From the start of the generation to its first token; none when there was none.
+    pub ttft_s: Option<f64>,
     /// From the start of the generation to the logits of the last prompt token.
     pub prefill_s: f64,
     /// From there to the end of the generation.
     pub decode_s: f64,
     /// Prompt tokens per second of prefill.
     pub prefill_tok_s: Option<f64>,
-    /// Tokens after the first, per second of decode; none when there is only one.
+    /// Steps per second of decode; none where there was no step.
     pub decode_tok_s: Option<f64>,
     /// The generation, prefill and decode, without loading.
     pub wall_s: f64,
@@ -104,9 +106,6 @@ pub struct MachineStats {
 /// Stages in the order they were first met, as a map.
 #[derive(Clone, Debug, Default)]
 pub struct Stages(pub Vec<(&'static str, StageStats)>);
-
-/// Name of the stage that holds what no other stage does.
-pub const STAGE_OTHER: &str = "other";
 
 impl Stages {
     /// Busy time of all stages.
@@ -236,8 +235,7 @@ pub struct MemoryStats {
 }
 
 impl Engine {
-    /// Numbers of the last generation; what only the caller knows (text, ids, settings, machine) is left empty. The times a
-    /// device was busy count from its opening.
+    /// Numbers of the last generation; what only the caller knows (text, ids, settings, machine) is left empty.
     pub fn stats(&self) -> Stats {
         let (times, arch) = (&self.times, &self.model.arch);
         let family = match arch.family {
@@ -255,6 +253,8 @@ impl Engine {
             (stage.name(), stats)
         });
         let store = self.experts.store.stats();
+        let wall = self.meter.wall();
+        let prefill = times.prefill.unwrap_or(wall);
         let mut stats = Stats {
             model: ModelStats {
                 arch: family.into(),
@@ -265,11 +265,12 @@ impl Engine {
             machine: MachineStats { kernels: self.model.compute.kernels.isa.to_string(), ..MachineStats::default() },
             prompt_tokens: times.prompt_tokens,
             tokens: times.tokens,
+            decode_steps: times.decode_steps,
             load_s: self.load.as_secs_f64(),
-            ttft_s: times.first_token.as_secs_f64(),
-            prefill_s: times.prefill.as_secs_f64(),
-            decode_s: times.wall.saturating_sub(times.prefill).as_secs_f64(),
-            wall_s: times.wall.as_secs_f64(),
+            ttft_s: times.first_token.map(|t| t.as_secs_f64()),
+            prefill_s: prefill.as_secs_f64(),
+            decode_s: (wall - prefill).as_secs_f64(),
+            wall_s: wall.as_secs_f64(),
             stages: Stages(stages.filter(|(_, stage)| stage.n > 0).collect()),
             io: self.io_stats(),
             experts: ExpertStats {
@@ -292,9 +293,9 @@ impl Engine {
     }
 
     fn io_stats(&self) -> IoStats {
-        let store = self.experts.store.stats();
         let device = self.experts.store.device();
-        let counters = device.stats();
+        let (before, now) = (&self.device_before, device.stats());
+        let busy_ns = now.busy_ns - before.busy_ns;
         let direct = (0..self.files.len() as u32).map(|file| match self.files.access(FileId(file)) {
             Access::Direct { .. } => Directness::Direct,
             Access::SilentlyBuffered { .. } => Directness::SilentlyBuffered,
@@ -307,31 +308,28 @@ impl Engine {
             mode: if direct == Directness::Direct { "direct" } else { "buffered" }.into(),
             device: device.describe().name.into(),
             direct,
-            reads: store.reads,
-            bytes: store.bytes,
-            useful_bytes: store.useful_bytes,
-            service_s: store.service.as_secs_f64(),
+            reads: now.reads - before.reads,
+            bytes: now.bytes - before.bytes,
+            useful_bytes: self.experts.store.stats().useful_bytes,
+            service_s: seconds(now.service_ns - before.service_ns),
             wait_s: self.meter.stage(Stage::Wait).busy.as_secs_f64(),
-            busy_s: seconds(counters.busy_ns),
-            depth_mean: (counters.busy_ns > 0).then(|| counters.depth_integral_ns as f64 / counters.busy_ns as f64),
+            busy_s: seconds(busy_ns),
+            depth_mean: (busy_ns > 0)
+                .then(|| (now.depth_integral_ns - before.depth_integral_ns) as f64 / busy_ns as f64),
             ..IoStats::default()
         }
     }
 }
 
 impl Stats {
-    /// Fills in what follows from the counted and timed fields: rates, the hit rate, and a last stage `other` that holds
-    /// the wall time no stage accounts for.
+    /// Fills in what follows from the counted and timed fields: rates and the hit rate.
     pub fn derive(&mut self) {
         let rate = |count: f64, seconds: f64| (count > 0.0 && seconds > 0.0).then(|| count / seconds);
         self.prefill_tok_s = rate(self.prompt_tokens as f64, self.prefill_s);
-        self.decode_tok_s = rate(self.tokens.saturating_sub(1) as f64, self.decode_s);
+        self.decode_tok_s = rate(self.decode_steps as f64, self.decode_s);
         self.io.gb_s = rate(self.io.bytes as f64 / 1e9, self.io.busy_s);
         self.experts.hit_rate = (self.experts.requested > 0)
             .then(|| 1.0 - self.experts.missed.min(self.experts.requested) as f64 / self.experts.requested as f64);
-        self.stages.0.retain(|(name, _)| *name != STAGE_OTHER);
-        let busy_s = (self.wall_s - self.stages.busy_s()).max(0.0);
-        self.stages.0.push((STAGE_OTHER, StageStats { busy_s, ..StageStats::default() }));
     }
 }
 
@@ -345,6 +343,7 @@ mod tests {
         let mut stats = Stats {
             prompt_tokens: 10,
             tokens: 5,
+            decode_steps: 4,
             prefill_s: 2.0,
             decode_s: 8.0,
             wall_s: 10.0,
@@ -354,7 +353,6 @@ mod tests {
             ..Stats::default()
         };
         stats.derive();
-        stats.derive();
         let json = serde_json::to_value(&stats).unwrap();
         assert_eq!(json["schema_version"], 1);
         assert_eq!(json["prefill_tok_s"], 5.0);
@@ -362,8 +360,7 @@ mod tests {
         assert_eq!(json["io"]["gb_s"], 2.0);
         assert_eq!(json["io"]["direct"], false);
         assert_eq!(json["experts"]["hit_rate"], 0.75);
-        assert_eq!(json["stages"]["other"]["busy_s"], 0.5);
-        assert_eq!(json["stages"].as_object().unwrap().keys().collect::<Vec<_>>(), ["attention", "experts", "other"]);
+        assert_eq!(json["stages"].as_object().unwrap().keys().collect::<Vec<_>>(), ["attention", "experts"]);
     }
 
     #[test]

@@ -1,11 +1,13 @@
 //! Where the routed experts of a layer are computed: a trait, and the streamed implementation behind it.
 
 use super::ForwardError;
-use super::state::MlpScratch;
+use super::state::{MlpScratch, quantized};
+use crate::checkpoint::arch::Arch;
 use crate::kernels::Quantized;
 use crate::meter::{Meter, Stage};
 use crate::ops::Compute;
-use crate::store::{ExpertStore, Lease};
+use crate::ops::room::Room;
+use crate::store::{ExpertStore, ExpertWeights};
 
 /// The routed experts of one layer for a batch of rows.
 pub struct ExpertCall<'a> {
@@ -66,6 +68,11 @@ impl ExpertExecutor for Observed<'_> {
 pub struct Streamed {
     /// The store; the engine reads its counters.
     pub store: ExpertStore,
+    scratch: ExpertScratch,
+}
+
+/// Buffers of [`Streamed`].
+pub struct ExpertScratch {
     /// `row * top_k + slot`, sorted by the expert chosen there.
     order: Vec<u32>,
     /// Distinct experts of the call, ascending.
@@ -80,19 +87,19 @@ pub struct Streamed {
     mlp: MlpScratch,
 }
 
-impl Streamed {
-    /// Buffers for `rows` rows of `hidden` values with `top_k` of `experts` experts of `width`.
-    pub fn new(store: ExpertStore, rows: usize, hidden: usize, width: usize, top_k: usize, experts: usize) -> Streamed {
-        Streamed {
-            store,
-            order: Vec::with_capacity(rows * top_k),
-            union: Vec::with_capacity(experts),
-            starts: Vec::with_capacity(experts + 1),
-            gathered: vec![0.0; rows * hidden],
-            output: vec![0.0; rows * hidden],
-            slots: vec![0.0; rows * top_k * hidden],
-            quantized: Quantized::with_capacity(rows, hidden),
-            mlp: MlpScratch::new(rows, width),
+impl ExpertScratch {
+    /// Buffers for calls of up to `rows` rows, counted in `room`.
+    pub fn new(arch: &Arch, rows: usize, room: &mut Room) -> ExpertScratch {
+        let (hidden, moe) = (arch.hidden, &arch.moe);
+        ExpertScratch {
+            order: room.empty(rows * moe.top_k),
+            union: room.empty(moe.experts),
+            starts: room.empty(moe.experts + 1),
+            gathered: room.floats(rows * hidden),
+            output: room.floats(rows * hidden),
+            slots: room.floats(rows * moe.top_k * hidden),
+            quantized: quantized(rows, hidden, room),
+            mlp: MlpScratch::new(rows, moe.width, room),
         }
     }
 
@@ -114,16 +121,15 @@ impl Streamed {
     }
 
     /// One expert for every row that chose it.
-    fn compute_expert(&mut self, call: &ExpertCall<'_>, lease: &Lease) {
-        let Ok(place) = self.union.binary_search(&lease.expert()) else {
-            unreachable!("expert {} was lent but not asked for", lease.expert())
+    fn compute(&mut self, call: &ExpertCall<'_>, expert: u16, w: &ExpertWeights<'_>) {
+        let Ok(place) = self.union.binary_search(&expert) else {
+            unreachable!("expert {expert} was lent but not asked for")
         };
         let run = &self.order[self.starts[place] as usize..self.starts[place + 1] as usize];
         let (hidden, n) = (call.hidden, run.len());
         for (gathered, &at) in self.gathered.chunks_exact_mut(hidden).zip(run) {
             gathered.copy_from_slice(&call.input[at as usize / call.top_k * hidden..][..hidden]);
         }
-        let w = self.store.weights(lease);
         let input = call.compute.input(&self.gathered[..n * hidden], n, hidden, &mut self.quantized);
         self.mlp.gated(call.compute, &w.gate, &w.up, &w.down, &input, &mut self.output[..n * hidden]);
         for (output, &at) in self.output.chunks_exact(hidden).zip(run) {
@@ -134,35 +140,45 @@ impl Streamed {
             }
         }
     }
+
+    /// Sums every row's slots in order.
+    fn reduce(&self, call: &mut ExpertCall<'_>) {
+        let rows = call.out.chunks_exact_mut(call.hidden).zip(self.slots.chunks_exact(call.top_k * call.hidden));
+        for (out, slots) in rows {
+            out.fill(0.0);
+            slots.chunks_exact(call.hidden).for_each(|slot| super::add(out, slot));
+        }
+    }
+}
+
+impl Streamed {
+    /// Joins a store with its buffers.
+    pub fn new(store: ExpertStore, scratch: ExpertScratch) -> Streamed {
+        Streamed { store, scratch }
+    }
 }
 
 impl ExpertExecutor for Streamed {
     fn run(
         &mut self,
-        call: ExpertCall<'_>,
+        mut call: ExpertCall<'_>,
         meter: &mut Meter,
         meanwhile: &mut dyn FnMut(&mut Meter),
     ) -> Result<(), ForwardError> {
-        self.group(call.ids);
-        self.store.request(call.layer, &self.union)?;
+        let Streamed { store, scratch } = self;
+        scratch.group(call.ids);
+        store.request(call.layer, &scratch.union)?;
         meter.lap(Stage::Request);
         meanwhile(meter);
         loop {
-            let at_once = self.store.poll()?;
-            let Some(lease) = self.store.next_ready()? else { break };
+            let at_once = store.poll()?;
+            let Some(lease) = store.next_ready()? else { break };
             meter.lap(if at_once { Stage::Request } else { Stage::Wait });
-            self.compute_expert(&call, &lease);
-            self.store.release(lease)?;
+            scratch.compute(&call, lease.expert(), &store.weights(&lease));
+            store.release(lease)?;
             meter.lap(Stage::Experts);
         }
-        for (out, slots) in
-            call.out.chunks_exact_mut(call.hidden).zip(self.slots.chunks_exact(call.top_k * call.hidden))
-        {
-            out.fill(0.0);
-            for slot in slots.chunks_exact(call.hidden) {
-                super::add(out, slot);
-            }
-        }
+        scratch.reduce(&mut call);
         Ok(())
     }
 }

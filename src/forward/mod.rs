@@ -11,6 +11,8 @@ mod moe;
 mod mtp;
 mod state;
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use thiserror::Error;
 
 use crate::checkpoint::Arch;
@@ -19,9 +21,9 @@ use crate::model::resident::{Layer, Matrix, MlpWeights, Resident};
 use crate::ops::rope::Rope;
 use crate::ops::{Compute, norm};
 use crate::store::StoreError;
-pub use executor::{ExpertCall, ExpertExecutor, Observe, Observed, Streamed};
+pub use executor::{ExpertCall, ExpertExecutor, ExpertScratch, Observe, Observed, Streamed};
 pub use mtp::mtp_step;
-pub use state::{KvCache, State};
+pub use state::{KvCache, State, shape_of};
 
 /// Why a step has no result.
 #[derive(Debug, Error)]
@@ -29,6 +31,9 @@ pub enum ForwardError {
     /// An expert could not be had.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The cancel flag was found up; the positions of the step are not part of the cache.
+    #[error("cancelled")]
+    Cancelled,
     /// Arithmetic left the finite numbers: the weights or the input are damaged.
     #[error("a value that is not finite reached the router of layer {layer} at position {position}")]
     NotFinite {
@@ -73,6 +78,20 @@ pub struct Model {
     pub sparse: bool,
 }
 
+/// What a step is asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// Tokens that continue the sequence: at most the rows the state was made for, each below the vocabulary, and no more
+    /// than fit into the cache.
+    pub tokens: &'a [u32],
+    /// Arithmetic of attention.
+    pub form: Form,
+    /// Rows that get logits.
+    pub logits: Logits,
+    /// Looked at before every layer.
+    pub cancel: &'a AtomicBool,
+}
+
 /// Consecutive positions of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rows {
@@ -82,28 +101,26 @@ pub struct Rows {
     pub count: usize,
 }
 
-/// Takes `tokens`, which continue the sequence in `kv`, through the model; logits end in `state`.
-///
-/// `tokens` are at most the rows `state` was made for, each below the vocabulary, and fit into `kv`. On an error the
-/// positions of this step are not part of `kv`.
+/// Takes the tokens of `step` through the model; logits end in `state`. On an error they are not part of `kv`.
 pub fn step(
     model: &Model,
     experts: &mut dyn ExpertExecutor,
     kv: &mut KvCache,
     state: &mut State,
     meter: &mut Meter,
-    tokens: &[u32],
-    form: Form,
-    logits: Logits,
+    step: &Step,
 ) -> Result<(), ForwardError> {
-    let rows = Rows { start: kv.len(), count: tokens.len() };
-    embed(model, &model.resident.embed, tokens, &mut state.x);
+    let rows = Rows { start: kv.len(), count: step.tokens.len() };
+    embed(model, &model.resident.embed, step.tokens, &mut state.x);
     meter.lap(Stage::Embed);
     for (layer, cache) in model.resident.layers.iter().zip(kv.layers_mut()) {
-        decoder_layer(model, layer, experts, cache, state, meter, rows, form)?;
+        if step.cancel.load(Ordering::Relaxed) {
+            return Err(ForwardError::Cancelled);
+        }
+        decoder_layer(model, layer, experts, cache, state, meter, rows, step.form)?;
     }
     kv.advance(rows.count);
-    head(model, &model.resident.head, &model.resident.final_norm, state, rows.count, logits);
+    head(model, &model.resident.head, &model.resident.final_norm, state, rows.count, step.logits);
     meter.lap(Stage::Head);
     Ok(())
 }

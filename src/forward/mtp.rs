@@ -8,8 +8,8 @@ use crate::ops::norm;
 /// Runs the MTP layer for positions `kv.len() ..`.
 ///
 /// `next` holds token t + 1 for each of those positions t; `hidden` (`[next.len(), hidden]`) holds the main model's
-/// state after its final norm for a first draft, the MTP layer's own output for a further one. Logits of every row end
-/// in `state`. Panics when the model was opened without its MTP layer.
+/// state after its final norm ([`State::final_hidden`]) for a first draft, the MTP layer's own output
+/// ([`State::residual`] after this step) for a further one. Logits of every row end in `state`. Panics when the model was opened without its MTP layer.
 pub fn mtp_step(
     model: &Model,
     experts: &mut dyn ExpertExecutor,

@@ -4,6 +4,7 @@ use super::attention::IndexScratch;
 use crate::checkpoint::arch::{Arch, IndexerKind, MlpKind};
 use crate::kernels::{Input, Quantized, WeightRef};
 use crate::ops::indexer::Selection;
+use crate::ops::room::Room;
 use crate::ops::{Compute, attention};
 
 /// Scratch of a gated MLP.
@@ -14,11 +15,11 @@ pub(crate) struct MlpScratch {
 }
 
 impl MlpScratch {
-    pub(super) fn new(rows: usize, width: usize) -> MlpScratch {
+    pub(super) fn new(rows: usize, width: usize, room: &mut Room) -> MlpScratch {
         MlpScratch {
-            gate: vec![0.0; rows * width],
-            up: vec![0.0; rows * width],
-            quantized: Quantized::with_capacity(rows, width),
+            gate: room.floats(rows * width),
+            up: room.floats(rows * width),
+            quantized: quantized(rows, width, room),
         }
     }
 
@@ -40,6 +41,14 @@ impl MlpScratch {
         let inner = c.input(u, rows, width, &mut self.quantized);
         c.matmul(down, &inner, out);
     }
+}
+
+/// Room for quantized rows: a byte a value in each of the layouts that some format reads, rounded up to whole vectors.
+pub(super) fn quantized(rows: usize, width: usize, room: &mut Room) -> Quantized {
+    const LAYOUTS: usize = 4;
+    const VECTOR: usize = 128;
+    room.add(rows * LAYOUTS * width.next_multiple_of(VECTOR));
+    Quantized::with_capacity(rows, width)
 }
 
 /// Scratch of a step.
@@ -70,15 +79,14 @@ pub struct State {
     pub(super) quantized: Quantized,
     pub(super) quantized_inner: Quantized,
     pub(super) logits: Vec<f32>,
-    rows: usize,
 }
 
 impl State {
-    /// Scratch for steps of up to `rows` rows in contexts of up to `context` positions on `threads` threads;
-    /// `explicit` says whether the explicit form of attention will ever be asked for.
-    pub fn new(arch: &Arch, rows: usize, context: usize, threads: usize, explicit: bool) -> State {
+    /// Scratch for steps of up to `rows` rows in contexts of up to `context` positions on `threads` threads, counted in
+    /// `room`; `explicit` says whether the explicit form of attention will ever be asked for.
+    pub fn new(arch: &Arch, rows: usize, context: usize, threads: usize, explicit: bool, room: &mut Room) -> State {
         let a = &arch.attention;
-        let shape = attention::Shape { heads: a.heads, nope: a.nope, rope: a.rope, value: a.value, rank: a.kv_rank };
+        let shape = shape_of(arch);
         let all = arch.layers.iter().chain(&arch.mtp);
         let dense = all.filter_map(|l| match l.mlp {
             MlpKind::Dense { width } => Some(width),
@@ -86,40 +94,34 @@ impl State {
         });
         let width = dense.chain([arch.moe.shared_width]).max().unwrap_or(0);
         let (index_heads, index_dim, top_k) = arch.indexer.map_or((0, 0, usize::MAX), |i| (i.heads, i.dim, i.top_k));
-        let per_row = |n: usize| vec![0.0; rows * n];
+        // The MTP layer joins two hidden vectors.
+        let joined = if arch.mtp.is_some() { 2 * arch.hidden } else { arch.hidden };
         State {
-            x: per_row(arch.hidden),
-            // The MTP layer joins two hidden vectors here.
-            normed: per_row(if arch.mtp.is_some() { 2 * arch.hidden } else { arch.hidden }),
-            branch: per_row(arch.hidden),
-            shared: per_row(arch.hidden),
-            q_a: per_row(a.q_rank),
-            q: per_row(a.heads * (a.nope + a.rope)),
-            kv: per_row(shape.cached()),
-            context: per_row(a.heads * a.value),
+            x: room.floats(rows * arch.hidden),
+            normed: room.floats(rows * joined),
+            branch: room.floats(rows * arch.hidden),
+            shared: room.floats(rows * arch.hidden),
+            q_a: room.floats(rows * a.q_rank),
+            q: room.floats(rows * a.heads * (a.nope + a.rope)),
+            kv: room.floats(rows * shape.cached()),
+            context: room.floats(rows * a.heads * a.value),
             index: IndexScratch {
-                queries: per_row(index_heads * index_dim),
-                keys: per_row(index_dim),
-                weights: per_row(index_heads),
+                queries: room.floats(rows * index_heads * index_dim),
+                keys: room.floats(rows * index_dim),
+                weights: room.floats(rows * index_heads),
             },
-            selection: Selection::new(rows, context, top_k),
-            attention: attention::Scratch::new(&shape, rows, threads, if explicit { context } else { 0 }),
+            selection: Selection::new(rows, context, top_k, room),
+            attention: attention::Scratch::new(&shape, rows, threads, if explicit { context } else { 0 }, room),
             shape,
-            scores: per_row(arch.moe.experts),
-            biased: vec![0.0; arch.moe.experts],
-            ids: vec![0; rows * arch.moe.top_k],
-            gates: per_row(arch.moe.top_k),
-            mlp: MlpScratch::new(rows, width),
-            quantized: Quantized::with_capacity(rows, if arch.mtp.is_some() { 2 * arch.hidden } else { arch.hidden }),
-            quantized_inner: Quantized::with_capacity(rows, a.q_rank.max(a.heads * a.value)),
-            logits: Vec::with_capacity(arch.vocab),
-            rows,
+            scores: room.floats(rows * arch.moe.experts),
+            biased: room.floats(arch.moe.experts),
+            ids: room.counted(vec![0; rows * arch.moe.top_k]),
+            gates: room.floats(rows * arch.moe.top_k),
+            mlp: MlpScratch::new(rows, width, room),
+            quantized: quantized(rows, joined, room),
+            quantized_inner: quantized(rows, a.q_rank.max(a.heads * a.value), room),
+            logits: room.empty(arch.vocab),
         }
-    }
-
-    /// Rows a step may have.
-    pub fn max_rows(&self) -> usize {
-        self.rows
     }
 
     /// Logits of the last step, `[rows that were asked for, vocab]`; the sampler may reorder them.
@@ -132,10 +134,16 @@ impl State {
         &self.normed[..rows * hidden]
     }
 
-    /// Experts chosen in the last routed layer, `[rows, top_k]`, and their gates.
-    pub fn last_choice(&self, rows: usize, top_k: usize) -> (&[u16], &[f32]) {
-        (&self.ids[..rows * top_k], &self.gates[..rows * top_k])
+    /// Output of the last layer, before any final norm, `[rows, hidden]`.
+    pub fn residual(&self, rows: usize, hidden: usize) -> &[f32] {
+        &self.x[..rows * hidden]
     }
+}
+
+/// Shapes of attention as the arithmetic takes them.
+pub fn shape_of(arch: &Arch) -> attention::Shape {
+    let a = &arch.attention;
+    attention::Shape { heads: a.heads, nope: a.nope, rope: a.rope, value: a.value, rank: a.kv_rank }
 }
 
 /// Cached positions of one layer.
@@ -162,6 +170,13 @@ impl LayerCache {
     pub(super) fn index_keys(&self, positions: usize) -> &[f32] {
         &self.index_keys[..positions * self.index_dim]
     }
+}
+
+/// Zeros that are written here and now, so that no page is missing in the middle of an answer.
+fn committed(count: usize) -> Vec<f32> {
+    let mut floats = Vec::with_capacity(count);
+    floats.resize(count, 0.0);
+    floats
 }
 
 /// The compressed cache of one sequence: a latent and a rotary key for each position and layer, and index keys where a
@@ -192,9 +207,9 @@ impl KvCache {
             };
             LayerCache {
                 width,
-                latents: vec![0.0; capacity * width],
+                latents: committed(capacity * width),
                 index_dim,
-                index_keys: vec![0.0; capacity * index_dim],
+                index_keys: committed(capacity * index_dim),
             }
         });
         KvCache { layers: layers.collect(), len: 0, capacity }
@@ -234,5 +249,47 @@ impl KvCache {
 
     pub(super) fn advance(&mut self, rows: usize) {
         self.len += rows;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::arch::{AttentionArch, Family, IndexerArch, LayerArch, MoeArch};
+
+    #[test]
+    fn the_cache_takes_the_bytes_that_the_budget_is_told() {
+        let layer = |indexer| LayerArch { mlp: MlpKind::Dense { width: 8 }, indexer };
+        let arch = Arch {
+            family: Family::GlmMoeDsa,
+            hidden: 16,
+            vocab: 32,
+            layers: vec![layer(IndexerKind::Full), layer(IndexerKind::Shared), layer(IndexerKind::Full)],
+            mtp: None,
+            attention: AttentionArch { heads: 2, q_rank: 8, kv_rank: 12, nope: 4, rope: 4, value: 6 },
+            indexer: Some(IndexerArch { heads: 2, dim: 10, top_k: 3 }),
+            moe: MoeArch {
+                experts: 4,
+                top_k: 2,
+                groups: 1,
+                top_groups: 1,
+                width: 8,
+                shared_width: 8,
+                normalize: true,
+                scaling: 1.0,
+            },
+            norm_eps: 1e-5,
+            rope_theta: 1e4,
+            max_context: 100,
+            tied_head: false,
+            stop_ids: vec![],
+        };
+        for sparse in [false, true] {
+            let held = |cache: &LayerCache| size_of::<f32>() * (cache.latents.capacity() + cache.index_keys.capacity());
+            let total: usize = KvCache::new(&arch, 7, sparse).layers.iter().map(held).sum();
+            assert_eq!(total as u64, KvCache::bytes(&arch, 7, sparse));
+        }
+        // Three layers of 7 positions of 16 floats, and two of 7 keys of 10.
+        assert_eq!(KvCache::bytes(&arch, 7, true), 4 * (3 * 7 * 16 + 2 * 7 * 10));
     }
 }

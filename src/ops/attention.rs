@@ -11,6 +11,7 @@
 //! [`SCORE_BLOCK`] with a running maximum, and compute each query row alone: a batch of rows gives the bits of one by one.
 
 use super::Compute;
+use super::room::Room;
 use crate::kernels::{Kernels, WeightRef};
 use crate::limits::{HEAD_GROUP, MAX_KV_RANK, SCORE_BLOCK};
 
@@ -38,6 +39,11 @@ impl Shape {
     /// Width of one head's query.
     pub fn query(&self) -> usize {
         self.nope + self.rope
+    }
+
+    /// Floats that the explicit form needs for keys and values of one head a thread.
+    pub fn rebuilt(&self, threads: usize, positions: usize) -> usize {
+        threads * positions * (self.nope + self.value)
     }
 
     fn scale(&self) -> f32 {
@@ -95,15 +101,17 @@ pub struct Scratch {
 impl Scratch {
     /// Buffers for up to `rows` query rows on `threads` threads; `explicit_positions` is the longest context that the
     /// explicit form will see, 0 when it is never used.
-    pub fn new(shape: &Shape, rows: usize, threads: usize, explicit_positions: usize) -> Scratch {
+    ///
+    /// What the explicit form rebuilds is not counted in `room`: see [`Shape::rebuilt`].
+    pub fn new(shape: &Shape, rows: usize, threads: usize, explicit_positions: usize, room: &mut Room) -> Scratch {
         let most = (shape.heads / threads).clamp(1, HEAD_GROUP);
         let group = (1..=most).rev().find(|g| shape.heads.is_multiple_of(*g)).unwrap_or(1);
         Scratch {
             group,
-            query: vec![0.0; rows * shape.heads * shape.cached()],
-            pooled: vec![0.0; rows * shape.heads * shape.rank],
-            heads: vec![0.0; rows * shape.heads * shape.value],
-            rebuilt: vec![0.0; threads * explicit_positions * (shape.nope + shape.value)],
+            query: room.floats(rows * shape.heads * shape.cached()),
+            pooled: room.floats(rows * shape.heads * shape.rank),
+            heads: room.floats(rows * shape.heads * shape.value),
+            rebuilt: vec![0.0; shape.rebuilt(threads, explicit_positions)],
         }
     }
 }
@@ -159,6 +167,13 @@ pub fn absorbed<'s>(
                 carried[..shape.rank].fill(0.0);
                 carried[shape.rank..].copy_from_slice(&query[shape.nope..]);
             }
+            if rows == 1 {
+                let query = &q[head * shape.query()..][..shape.nope];
+                let carried = &mut queries[h * shape.cached()..][..shape.rank];
+                k.add_scaled_rows(kv_b, head * block..head * block + shape.nope, query, carried);
+                continue;
+            }
+            // The same sums in the same order, each weight row decoded once for the whole batch.
             for d in 0..shape.nope {
                 k.decode_row(kv_b, head * block + d, decoded);
                 for row in 0..rows {
@@ -387,7 +402,7 @@ mod tests {
         let mut outs = vec![];
         for threads in [1, 2] {
             let c = compute(threads);
-            let mut scratch = Scratch::new(&s, rows, threads, positions);
+            let mut scratch = Scratch::new(&s, rows, threads, positions, &mut Room::default());
             let (mut a, mut b) = (vec![0.0; rows * s.heads * s.value], vec![0.0; rows * s.heads * s.value]);
             absorbed(&c, &s, &w, &q, &cache, &attended, &mut scratch, &mut a);
             explicit(&c, &s, &w, &q, &cache, positions, &attended, &mut scratch, &mut b);

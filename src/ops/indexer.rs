@@ -2,6 +2,7 @@
 
 use super::Compute;
 use super::attention::Attended;
+use super::room::Room;
 use super::topk;
 
 /// Positions scored by one task.
@@ -20,14 +21,14 @@ pub struct Selection {
 
 impl Selection {
     /// Room for `rows` rows over contexts of up to `positions`, keeping `top_k` each.
-    pub fn new(rows: usize, positions: usize, top_k: usize) -> Selection {
+    pub fn new(rows: usize, positions: usize, top_k: usize, room: &mut Room) -> Selection {
         let sparse = top_k < positions;
         Selection {
             top_k,
-            listed: (0..rows).map(|_| Vec::with_capacity(if sparse { top_k } else { 0 })).collect(),
-            visible: vec![0; rows],
-            scores: vec![0.0; if sparse { positions } else { 0 }],
-            order: Vec::with_capacity(if sparse { positions } else { 0 }),
+            listed: (0..rows).map(|_| room.empty(if sparse { top_k } else { 0 })).collect(),
+            visible: room.counted(vec![0; rows]),
+            scores: room.floats(if sparse { positions } else { 0 }),
+            order: room.empty(if sparse { positions } else { 0 }),
         }
     }
 
@@ -102,7 +103,7 @@ mod tests {
         let c = Compute { kernels: Kernels::best(), team: Team::new(2), activations: Activations::F32 };
         // One head of one value: the score of position t is relu(q k_t).
         let keys = [0.1, 0.9, -5.0, 0.5, 0.7];
-        let mut s = Selection::new(4, 5, 2);
+        let mut s = Selection::new(4, 5, 2, &mut Room::default());
         s.select(&c, 1, 1, 1, &[1.0, 1.0, 1.0, -1.0], &[1.0; 4], &keys);
         assert!(matches!(s.row(0), Attended::Prefix(2)));
         let listed = |row| match s.row(row) {

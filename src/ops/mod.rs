@@ -3,6 +3,7 @@
 pub mod attention;
 pub mod indexer;
 pub mod norm;
+pub mod room;
 pub mod rope;
 pub mod route;
 pub mod topk;

@@ -1,4 +1,4 @@
-//! RMSNorm and LayerNorm. Sums are f64, so that the result does not depend on how a vector is walked.
+//! RMSNorm and LayerNorm. Sums are f64 and in order of index: nothing else would give the same bits everywhere.
 
 /// `out_i = w_i * x_i / sqrt(mean(x^2) + eps)` for each row of `x` (`[rows, w.len()]`).
 pub fn rms_rows(x: &[f32], w: &[f32], eps: f64, out: &mut [f32]) {

@@ -1,5 +1,6 @@
 //! Rotary position embedding, interleaved: pairs `(2j, 2j + 1)` go in, halves come out.
 
+use super::room::Room;
 use crate::limits::MAX_ROPE;
 
 /// Cosines and sines for every position of a context.
@@ -13,14 +14,14 @@ pub struct Rope {
 
 impl Rope {
     /// Tables for `positions` positions of vectors of `dim` values (even, at most [`MAX_ROPE`]), with base `theta`.
-    pub fn new(theta: f64, dim: usize, positions: usize) -> Rope {
+    pub fn new(theta: f64, dim: usize, positions: usize, room: &mut Room) -> Rope {
         let half = dim / 2;
         let inverse: Vec<f32> = (0..half).map(|j| theta.powf(-(2.0 * j as f64) / dim as f64) as f32).collect();
         let table = (0..positions)
             .flat_map(|p| inverse.iter().map(move |&f| p as f32 * f))
             .map(|angle| (f64::from(angle).cos() as f32, f64::from(angle).sin() as f32))
             .collect();
-        Rope { half, table }
+        Rope { half, table: room.counted(table) }
     }
 
     /// Rotates the first `dim` values of `v` for `position`, in place.
@@ -44,7 +45,7 @@ mod tests {
 
     #[test]
     fn pairs_become_halves() {
-        let rope = Rope::new(10000.0, 4, 3);
+        let rope = Rope::new(10000.0, 4, 3, &mut Room::default());
         let mut v = [1.0, 2.0, 3.0, 4.0, 9.0];
         rope.rotate(&mut v, 2);
         // angles 2 and 2 * 10000^(-1/2) = 0.02
@@ -63,7 +64,7 @@ mod tests {
     #[test]
     fn position_zero_only_reorders() {
         let mut v = [1.0, 2.0, 3.0, 4.0];
-        Rope::new(1e6, 4, 1).rotate(&mut v, 0);
+        Rope::new(1e6, 4, 1, &mut Room::default()).rotate(&mut v, 0);
         assert_eq!(v, [1.0, 3.0, 2.0, 4.0]);
     }
 }

@@ -1,0 +1,124 @@
+//! What an engine says of its generations: counts, rates and times, from the first to the last of its life.
+
+#![allow(clippy::unwrap_used)]
+
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use millstream::engine::sampler::Sampling;
+use millstream::engine::{Engine, EngineConfig, Finish, Job, Memory, Outcome};
+
+fn engine(change: impl FnOnce(&mut EngineConfig)) -> Engine {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales");
+    let mut config = EngineConfig::new(model, 1 << 30);
+    change(&mut config);
+    Engine::open(&config).unwrap()
+}
+
+fn job(max_tokens: usize) -> Job {
+    let prompt = vec![4086, 4088, 2650, 680, 258, 537, 438, 1162, 258, 437];
+    Job { prompt, max_tokens, sampling: Sampling::greedy(), stop_ids: vec![] }
+}
+
+fn generate(engine: &mut Engine, job: &Job) -> Outcome {
+    engine.generate(job, &AtomicBool::new(false), &mut |_| ControlFlow::Continue(())).unwrap()
+}
+
+#[test]
+fn every_generation_counts_its_own_reads() {
+    // Eight slabs: every generation reads, and the same experts each time but for what the first left behind.
+    let mut engine = engine(|c| c.memory = Memory::Slabs(8));
+    for _ in 0..4 {
+        generate(&mut engine, &job(12));
+        let stats = engine.stats();
+        assert_eq!(stats.io.reads, stats.experts.missed);
+        assert_eq!(stats.experts.requested, stats.experts.missed + stats.experts.hit_cached);
+        assert!(stats.io.busy_s <= stats.wall_s, "busy {} s of {} s", stats.io.busy_s, stats.wall_s);
+        let expert = stats.io.useful_bytes / stats.io.reads;
+        // FP8: three matrices of 32,768 bytes and their scales, of 8 bytes each.
+        assert_eq!(expert, 3 * (32_768 + 8));
+        assert!(stats.io.bytes >= stats.io.useful_bytes);
+    }
+}
+
+#[test]
+fn stages_add_up_to_the_wall_and_the_wall_to_prefill_and_decode() {
+    let mut engine = engine(|_| ());
+    generate(&mut engine, &job(8));
+    let stats = engine.stats();
+    assert!((stats.stages.busy_s() - stats.wall_s).abs() < 1e-9);
+    assert!((stats.prefill_s + stats.decode_s - stats.wall_s).abs() < 1e-9);
+    assert!(stats.ttft_s.unwrap() >= stats.prefill_s);
+}
+
+#[test]
+fn decode_counts_the_steps_that_were_taken() {
+    let mut engine = engine(|_| ());
+    let ids = generate(&mut engine, &job(6)).ids;
+    // Six tokens by length: the last never goes back into the model.
+    assert_eq!((engine.stats().tokens, engine.stats().decode_steps), (6, 5));
+    // The second token as a stop: one was given and went back, to find the stop.
+    let stopped = Job { stop_ids: vec![ids[1]], ..job(6) };
+    let outcome = generate(&mut engine, &stopped);
+    assert_eq!((outcome.ids, outcome.finish), (ids[..1].to_vec(), Finish::Stop));
+    let stats = engine.stats();
+    assert_eq!((stats.tokens, stats.decode_steps), (1, 1));
+    assert!(stats.decode_tok_s.is_some());
+    // The first token as a stop: no token, and no time to one.
+    let outcome = generate(&mut engine, &Job { stop_ids: vec![ids[0]], ..job(6) });
+    assert!(outcome.ids.is_empty());
+    let stats = engine.stats();
+    assert_eq!((stats.ttft_s, stats.decode_tok_s), (None, None));
+}
+
+#[test]
+fn an_interrupted_prompt_is_all_prefill_and_leaves_the_engine_whole() {
+    let mut engine = engine(|_| ());
+    let whole = generate(&mut engine, &job(6));
+    let cancel = AtomicBool::new(true);
+    let outcome = engine.generate(&job(6), &cancel, &mut |_| ControlFlow::Continue(())).unwrap();
+    assert_eq!((outcome.ids, outcome.finish), (vec![], Finish::Interrupted));
+    let stats = engine.stats();
+    assert_eq!((stats.decode_s, stats.ttft_s), (0.0, None));
+    assert_eq!(stats.prefill_s, stats.wall_s);
+    // Raised while the third token is shown: the step after it is not finished.
+    cancel.store(false, Ordering::Relaxed);
+    let mut shown = 0;
+    let mut raise = |_| {
+        shown += 1;
+        cancel.store(shown == 3, Ordering::Relaxed);
+        ControlFlow::Continue(())
+    };
+    let outcome = engine.generate(&job(6), &cancel, &mut raise).unwrap();
+    assert_eq!((outcome.ids, outcome.finish), (whole.ids[..3].to_vec(), Finish::Interrupted));
+    assert_eq!(generate(&mut engine, &job(6)), whole);
+}
+
+#[test]
+fn chunks_change_no_bit_under_the_default_form_of_attention() {
+    let prompt: Vec<u32> = (0..140).map(|i| (i * 37 + 5) % 4000).collect();
+    let score = |rows| engine(|c| c.prefill_rows = rows).score(&prompt).unwrap();
+    let whole = score(128);
+    for rows in [1, 63, 100] {
+        let chunked = score(rows);
+        let same = whole.iter().zip(&chunked).all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(same, "chunks of {rows}");
+    }
+    // Nor does the length of what follows.
+    let shorter = engine(|_| ()).score(&prompt[..50]).unwrap();
+    assert!(shorter.iter().zip(&whole).all(|(a, b)| a.to_bits() == b.to_bits()));
+}
+
+#[test]
+fn sizes_no_engine_can_have_are_refused_at_open() {
+    let refused = |change: &dyn Fn(&mut EngineConfig)| {
+        let mut config = EngineConfig::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales"), 1 << 30);
+        change(&mut config);
+        Engine::open(&config).map(|_| ()).unwrap_err().to_string()
+    };
+    assert_eq!(refused(&|c| c.threads = 0), "0 compute threads: there must be 1 to 1024");
+    assert_eq!(refused(&|c| c.prefill_rows = 0), "0 rows of a prefill chunk: there must be 1 to 512");
+    assert_eq!(refused(&|c| c.prefill_rows = 513), "513 rows of a prefill chunk: there must be 1 to 512");
+    assert!(refused(&|c| c.memory = Memory::Slabs(0)).starts_with("0 slabs: there must be 1"));
+}
