@@ -6,10 +6,12 @@ use crate::checkpoint::tensors::TensorMap;
 use crate::kernels::{EncodeError, FP8_BLOCK, Format, Kernels, MatrixSpec, WeightRef, encode};
 use millstream_io::FileSpan;
 use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::LazyLock;
 use xxhash_rust::xxh3::Xxh3;
 
 /// Weights decoded at a time: bounds the memory of a conversion, whatever the size of a matrix.
@@ -53,6 +55,12 @@ pub(crate) fn write(
     drop(writer);
     file.write_all_at(&layout.header(&hashes), 0).map_err(io_error("write", temporary))?;
     file.sync_all().map_err(io_error("sync", temporary))
+}
+
+/// The threads that encode; none where none can be started, and then the caller encodes.
+fn threads() -> Option<&'static ThreadPool> {
+    static THREADS: LazyLock<Option<ThreadPool>> = LazyLock::new(|| ThreadPoolBuilder::new().build().ok());
+    THREADS.as_ref()
 }
 
 struct Writer<'a> {
@@ -143,19 +151,23 @@ impl<'a> Scratch<'a> {
         self.output.resize(spec.rows * row_bytes, 0);
         self.output_scales.resize(spec.rows * row_scales.max(1), 0.0);
         let kernels = Kernels::best();
-        let encoded = self
-            .output
-            .par_chunks_mut(row_bytes)
-            .zip(self.output_scales.par_chunks_mut(row_scales.max(1)))
-            .enumerate()
-            .map_init(
-                || vec![0f32; cols],
-                |values, (row, (data, scales))| {
-                    kernels.decode_row(&weights, row, values);
-                    encode_row(target, values, data, scales).err().map(|(col, value)| (row, col, value))
-                },
-            )
-            .find_map_first(|fault| fault);
+        let scale_chunk = row_scales.max(1);
+        let convert = |values: &mut Vec<f32>, (row, (data, scales)): (usize, (&mut [u8], &mut [f32]))| {
+            kernels.decode_row(&weights, row, values);
+            encode_row(target, values, data, scales).err().map(|(col, value)| (row, col, value))
+        };
+        let (output, output_scales) = (&mut self.output, &mut self.output_scales);
+        let encoded = match threads() {
+            Some(threads) => threads.install(|| {
+                let rows = output.par_chunks_mut(row_bytes).zip(output_scales.par_chunks_mut(scale_chunk));
+                rows.enumerate().map_init(|| vec![0f32; cols], convert).find_map_first(|fault| fault)
+            }),
+            None => {
+                let mut values = vec![0f32; cols];
+                let rows = output.chunks_mut(row_bytes).zip(output_scales.chunks_mut(scale_chunk));
+                rows.enumerate().find_map(|row| convert(&mut values, row))
+            }
+        };
         if row_scales == 0 {
             self.output_scales.clear();
         }
