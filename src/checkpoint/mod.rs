@@ -23,7 +23,7 @@ pub use tensors::{Dtype, TensorInfo, TensorMap};
 
 use arch::IndexerKind;
 use container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
-use error::Result;
+use error::{Result, is_there};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
@@ -57,8 +57,12 @@ impl Checkpoint {
     /// As [`Checkpoint::open`], with the list of small files that must be there.
     pub(crate) fn open_with(dir: &Path, small_files: &[&str]) -> Result<Checkpoint> {
         let shards = tensors::shard_paths(dir)?.len();
-        let missing: Vec<String> =
-            small_files.iter().filter(|name| !dir.join(name).exists()).map(|name| (*name).to_owned()).collect();
+        let mut missing = Vec::new();
+        for name in small_files {
+            if !is_there(&dir.join(name))? {
+                missing.push((*name).to_owned());
+            }
+        }
         if !missing.is_empty() {
             return Err(CheckpointError::SmallFilesMissing { dir: dir.to_owned(), missing, shards });
         }
@@ -101,7 +105,7 @@ impl Checkpoint {
 
 /// A conversion's destination is no model before the conversion is done, even if all that is there is whole.
 pub(crate) fn refuse_unfinished(dir: &Path) -> Result<()> {
-    match dir.join(UNFINISHED_NAME).exists() {
+    match is_there(&dir.join(UNFINISHED_NAME))? {
         true => Err(CheckpointError::Unfinished { dir: dir.to_owned() }),
         false => Ok(()),
     }
