@@ -18,13 +18,13 @@ use xxhash_rust::xxh3::Xxh3;
 const CHUNK_WEIGHTS: usize = 4 << 20;
 const WRITE_BUFFER_BYTES: usize = 1 << 20;
 
-/// Writes the shard to `temporary`, whole and durable. `written` is told the bytes as they are added.
+/// Writes the shard to `temporary`, whole and durable. `written` is told the bytes as they are added and may end it.
 pub(crate) fn write(
     plan: &ShardPlan,
     layout: &ShardLayout,
     source: &TensorMap,
     temporary: &Path,
-    written: &mut dyn FnMut(u64),
+    written: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<()> {
     let file = File::create(temporary).map_err(io_error("create", temporary))?;
     let mut writer = Writer {
@@ -68,7 +68,7 @@ struct Writer<'a> {
     path: &'a Path,
     at: u64,
     hash: Xxh3,
-    written: &'a mut dyn FnMut(u64),
+    written: &'a mut dyn FnMut(u64) -> Result<()>,
 }
 
 impl Writer<'_> {
@@ -76,8 +76,7 @@ impl Writer<'_> {
         self.buffer.write_all(bytes).map_err(io_error("write", self.path))?;
         self.hash.update(bytes);
         self.at += bytes.len() as u64;
-        (self.written)(bytes.len() as u64);
-        Ok(())
+        (self.written)(bytes.len() as u64)
     }
 
     fn zeros(&mut self, mut bytes: u64) -> Result<()> {
