@@ -85,9 +85,9 @@ fn run(config: &Config) {
             context: Some(4),
             prefill_rows: 2,
             attention,
-            ..EngineConfig::new(dir.path(), 1 << 40)
+            ..EngineConfig::new(1 << 40)
         };
-        let mut engine = Engine::open(&config).unwrap();
+        let mut engine = Engine::open(Checkpoint::open(dir.path()).unwrap(), &config).unwrap();
         let last = arch.vocab as u32 - 1;
         let job = Job { prompt: vec![0, 1, last], max_tokens: 1, sampling: Sampling::greedy(), stop_ids: vec![] };
         let outcome = engine.generate(&job, &AtomicBool::new(false), &mut |_| ControlFlow::Continue(())).unwrap();

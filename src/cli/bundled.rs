@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::convert::{ConvertOptions, convert};
+use crate::checkpoint::convert::{ConvertOptions, convert_opened};
 
 use super::machine::Machine;
 use super::{Failure, render, size};
@@ -38,15 +38,15 @@ pub fn find(machine: &Machine) -> Result<PathBuf, Failure> {
 ///
 /// A conversion is made in a directory of its own and renamed: whoever finds the final name finds a whole container,
 /// also when two processes begin at once.
-pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBuf, Failure> {
-    let checkpoint = Checkpoint::open(source).map_err(|e| Failure::of(&e).hint(e.hint()))?;
+pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<Checkpoint, Failure> {
+    let source = open(source)?;
     let options = ConvertOptions::default();
-    let name = container_name(&checkpoint.fingerprint_hex(), &options);
+    let name = container_name(&source.fingerprint_hex(), &options);
     let cache = cache_dir(machine)?;
     let container = cache.join(&name);
     if container.join("config.json").is_file() {
         match Checkpoint::open(&container) {
-            Ok(_) => return Ok(container),
+            Ok(checkpoint) => return Ok(checkpoint),
             Err(damaged) => {
                 render::note(quiet, &format!("the converted model is damaged and made anew: {damaged}"));
                 let aside = scratch(&cache, &name)?;
@@ -65,7 +65,7 @@ pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBu
     let scratch = scratch(&cache, &name)?;
     let made = scratch.join("model");
     let waiting = render::Waiting::begin("converting", quiet);
-    let report = convert(source, &made, &options, &mut |_| {}).map_err(|e| {
+    let report = convert_opened(&source, &made, &options, &mut |_| {}).map_err(|e| {
         let failure = Failure::of(&e).hint(e.hint());
         let _ = fs::remove_dir_all(&scratch);
         failure
@@ -86,7 +86,12 @@ pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBu
         quiet,
         &format!("converted in {took:.1} s, {}; later runs use it as it is", size::show(report.bytes_total)),
     );
-    Ok(container)
+    open(&container)
+}
+
+/// Opens the model in `dir`.
+pub fn open(dir: &Path) -> Result<Checkpoint, Failure> {
+    Checkpoint::open(dir).map_err(|e| Failure::of(&e).hint(e.hint()))
 }
 
 /// The name of a container in the cache: everything that decides its bytes, so that none of it can change under a name.
