@@ -121,6 +121,7 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
     );
     let ended = match (stats.finish_reason, &stats.stop_string) {
         (_, Some(stop)) => format!("stopped before {stop:?}"),
+        ("length", _) if stats.context_full => "ended at the end of the context".into(),
         ("length", _) => "ended by its length".into(),
         ("interrupted", _) => "interrupted".into(),
         _ => "ended by the model".into(),
