@@ -2,7 +2,7 @@
 
 use super::ForwardError;
 use super::state::MlpScratch;
-use crate::kernels::Quantized;
+use crate::kernels::{Input, Quantized};
 use crate::meter::{Meter, Stage};
 use crate::ops::Compute;
 use crate::store::{ExpertStore, Lease};
@@ -13,12 +13,10 @@ pub struct ExpertCall<'a> {
     pub compute: &'a Compute,
     /// Model layer.
     pub layer: usize,
-    /// Width of a row.
-    pub hidden: usize,
     /// Experts a row.
     pub top_k: usize,
-    /// `[rows, hidden]`.
-    pub input: &'a [f32],
+    /// `[rows, hidden]`, already quantized where activations are int8.
+    pub input: Input<'a>,
     /// `[rows, top_k]`, each row's ids ascending and distinct.
     pub ids: &'a [u16],
     /// `[rows, top_k]`.
@@ -119,12 +117,17 @@ impl Streamed {
             unreachable!("expert {} was lent but not asked for", lease.expert())
         };
         let run = &self.order[self.starts[place] as usize..self.starts[place + 1] as usize];
-        let (hidden, n) = (call.hidden, run.len());
-        for (gathered, &at) in self.gathered.chunks_exact_mut(hidden).zip(run) {
-            gathered.copy_from_slice(&call.input[at as usize / call.top_k * hidden..][..hidden]);
+        let (hidden, n) = (call.input.cols, run.len());
+        let rows = run.iter().map(|&at| at as usize / call.top_k);
+        for (gathered, row) in self.gathered.chunks_exact_mut(hidden).zip(rows.clone()) {
+            gathered.copy_from_slice(&call.input.values[row * hidden..][..hidden]);
         }
+        let quantized = call.input.quantized.map(|all| {
+            self.quantized.gather(all, rows);
+            &self.quantized
+        });
+        let input = Input { rows: n, cols: hidden, values: &self.gathered[..n * hidden], quantized };
         let w = self.store.weights(lease);
-        let input = call.compute.input(&self.gathered[..n * hidden], n, hidden, &mut self.quantized);
         self.mlp.gated(call.compute, &w.gate, &w.up, &w.down, &input, &mut self.output[..n * hidden]);
         for (output, &at) in self.output.chunks_exact(hidden).zip(run) {
             let gate = call.gates[at as usize];
@@ -155,11 +158,10 @@ impl ExpertExecutor for Streamed {
             self.store.release(lease)?;
             meter.lap(Stage::Experts);
         }
-        for (out, slots) in
-            call.out.chunks_exact_mut(call.hidden).zip(self.slots.chunks_exact(call.top_k * call.hidden))
-        {
+        let hidden = call.input.cols;
+        for (out, slots) in call.out.chunks_exact_mut(hidden).zip(self.slots.chunks_exact(call.top_k * hidden)) {
             out.fill(0.0);
-            for slot in slots.chunks_exact(call.hidden) {
+            for slot in slots.chunks_exact(hidden) {
                 super::add(out, slot);
             }
         }
