@@ -1,8 +1,10 @@
 //! How close each kernel comes to reading its weights at the speed of memory.
 //!
-//! The canonical run is `cargo bench --bench kernels`; an argument keeps the formats whose names contain it. Weights are larger than any cache. Cases take turns with a plain
-//! loop that only reads, round after round, and the medians are printed; GB/s count weights and scales. Under `cargo test`
-//! a few small matrices pass through every case once.
+//! The canonical run is `cargo bench --bench kernels`. Arguments keep the cases that have all of them among their words: the
+//! table, the format, the path, the shape, `b1` or `b8` (the batch), `t1` or `t2` (the threads). Weights are larger than
+//! any cache. Cases take turns with a plain loop that only reads, round after round, and the medians are printed; GB/s
+//! count weights and scales. "cpu" divides by the processor time of all threads over their number, instead of time on the clock,
+//! which leaves out the turns of other programs. Under `cargo test` a few small matrices pass through every case once.
 
 #![allow(unsafe_code)]
 
@@ -18,6 +20,35 @@ struct Case {
     batch: usize,
     integer: bool,
     team: usize,
+}
+
+/// A span on the clock, and the processor time that this program took in it.
+#[derive(Clone, Copy)]
+struct Seconds {
+    wall: f64,
+    cpu: f64,
+}
+
+struct Started {
+    wall: Instant,
+    cpu: f64,
+}
+
+impl Started {
+    fn now() -> Started {
+        Started { wall: Instant::now(), cpu: process_seconds() }
+    }
+
+    fn elapsed(&self) -> Seconds {
+        Seconds { wall: self.wall.elapsed().as_secs_f64(), cpu: process_seconds() - self.cpu }
+    }
+}
+
+fn process_seconds() -> f64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes the live struct it is given.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
 /// Bytes that weights and scales are cut from.
@@ -77,8 +108,15 @@ impl Case {
         self.spec.data_bytes() + self.spec.scale_bytes()
     }
 
+    fn words(&self) -> [String; 6] {
+        let MatrixSpec { format, rows, cols } = self.spec;
+        let path = if self.integer { "integer" } else { "exact" };
+        let (batch, threads) = (format!("b{}", self.batch), format!("t{}", self.team));
+        [self.kernels.isa.to_string(), format.to_string(), path.into(), format!("{rows}x{cols}"), batch, threads]
+    }
+
     /// Seconds per matrix, over as many matrices as the stock holds.
-    fn run(&self, stock: &Stock, team: &Team, limit: usize) -> f64 {
+    fn run(&self, stock: &Stock, team: &Team, limit: usize) -> Seconds {
         let MatrixSpec { format, rows, cols } = self.spec;
         let float = matches!(format, Format::F32 | Format::Bf16 | Format::F16);
         let data = if float { &stock.floats } else { &stock.integers };
@@ -91,14 +129,15 @@ impl Case {
         let mut out = vec![0.0; self.batch * rows];
         let matrices = (data.len() / self.spec.data_bytes()).min(limit);
         let scale_room = stock.scales.len() - self.spec.scale_bytes();
-        let started = Instant::now();
+        let started = Started::now();
         for i in 0..matrices {
             let data = &data[i * self.spec.data_bytes()..][..self.spec.data_bytes()];
             let scales = &stock.scales[i * self.spec.scale_bytes() % (scale_room + 1)..][..self.spec.scale_bytes()];
             matmul(self.kernels, team, &WeightRef::new(self.spec, data, scales), &input, &mut out);
             black_box(&mut out);
         }
-        started.elapsed().as_secs_f64() / matrices as f64
+        let total = started.elapsed();
+        Seconds { wall: total.wall / matrices as f64, cpu: total.cpu / matrices as f64 }
     }
 }
 
@@ -107,30 +146,28 @@ fn cases(teams: &[usize]) -> Vec<Case> {
     let group = |group| Format::Int4Group { group };
     let wide = |format| MatrixSpec { format, rows: 2048, cols: 6144 };
     let tall = |format| MatrixSpec { format, rows: 6144, cols: 2048 };
+    let lesser = Kernels::for_isa(Isa::Avx2).filter(|k| k.isa != best.isa);
     let mut cases = Vec::new();
     for &team in teams {
-        let mut add = |kernels, spec, batch, integer| cases.push(Case { kernels, spec, batch, integer, team });
         for batch in [1, 8] {
+            // Tables that are compared take their turns one after the other.
+            let mut add = |spec, integer| {
+                for kernels in [Some(best), lesser.filter(|_| batch == 1)].into_iter().flatten() {
+                    cases.push(Case { kernels, spec, batch, integer, team });
+                }
+            };
             for format in [Format::Int4Row, group(64)] {
-                add(best, wide(format), batch, true);
-                add(best, tall(format), batch, true);
+                add(wide(format), true);
+                add(tall(format), true);
             }
             for format in [group(128), group(32), Format::Int8Row, Format::Int2Row] {
-                add(best, wide(format), batch, true);
+                add(wide(format), true);
             }
             for format in [Format::F32, Format::Bf16, Format::F16, Format::Fp8Block] {
-                add(best, wide(format), batch, false);
+                add(wide(format), false);
             }
             for format in [Format::Int4Row, group(64), Format::Int8Row] {
-                add(best, wide(format), batch, false);
-            }
-        }
-        if let Some(avx2) = Kernels::for_isa(Isa::Avx2).filter(|k| k.isa != best.isa) {
-            for format in [Format::Int4Row, group(64), Format::Int8Row] {
-                add(avx2, wide(format), 1, true);
-            }
-            for format in [Format::Bf16, Format::Fp8Block] {
-                add(avx2, wide(format), 1, false);
+                add(wide(format), false);
             }
         }
     }
@@ -179,9 +216,9 @@ fn main() {
     let (stock_bytes, rounds, limit) = if measuring { (320 << 20, 15, usize::MAX) } else { (64 << 20, 1, 1) };
     let stock = Stock::new(stock_bytes);
     let teams = [1, 2];
-    let filter = std::env::args().skip(1).find(|a| !a.starts_with('-')).unwrap_or_default();
+    let filter: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let mut cases = cases(&teams);
-    cases.retain(|case| case.spec.format.to_string().contains(&filter));
+    cases.retain(|case| filter.iter().all(|word| case.words().contains(word)));
     let mut reads = vec![Vec::new(); teams.len()];
     let mut times = vec![Vec::new(); cases.len()];
     for _ in 0..rounds {
@@ -192,34 +229,37 @@ fn main() {
                 times.push(case.run(&stock, &team, if case.batch > 1 { limit.min(8) } else { limit }));
             }
             for _ in 0..5 {
-                let started = Instant::now();
+                let started = Started::now();
                 black_box(stock.read_all(&team));
-                reads[t].push(stock.integers.len() as f64 / started.elapsed().as_secs_f64() / 1e9);
+                reads[t].push(started.elapsed());
             }
         }
     }
-    let reads: Vec<f64> = reads.into_iter().map(median).collect();
-    for (threads, read) in teams.iter().zip(&reads) {
-        println!("plain read, {threads} threads: {read:.1} GB/s");
+    let rates = |bytes: usize, times: Vec<Seconds>| {
+        let rate = |seconds: Vec<f64>| bytes as f64 / median(seconds) / 1e9;
+        [rate(times.iter().map(|t| t.wall).collect()), rate(times.iter().map(|t| t.cpu).collect())]
+    };
+    let reads: Vec<_> = reads.into_iter().map(|times| rates(stock.integers.len(), times)).collect();
+    let reads: Vec<_> = reads.iter().zip(&teams).map(|([wall, cpu], threads)| [*wall, cpu * *threads as f64]).collect();
+    for (threads, [wall, cpu]) in teams.iter().zip(&reads) {
+        println!("plain read, {threads} threads: {wall:.1} GB/s, cpu {cpu:.1}");
     }
     println!(
-        "{:<8} {:<9} {:<8} {:>11} {:>5} {:>7} {:>7} {:>9} {:>8}",
-        "table", "format", "path", "shape", "batch", "threads", "GB/s", "of read", "GMAC/s"
+        "{:<8} {:<9} {:<8} {:>9} {:>5} {:>7} {:>6} {:>7} {:>6} {:>7} {:>7}",
+        "table", "format", "path", "shape", "batch", "threads", "GB/s", "of read", "cpu", "of read", "GMAC/s"
     );
     for (case, times) in cases.iter().zip(times) {
-        let seconds = median(times);
-        let read = teams.iter().zip(&reads).find(|(t, _)| **t == case.team).map_or(f64::NAN, |(_, read)| *read);
-        let rate = case.bytes() as f64 / seconds / 1e9;
+        let read = teams.iter().zip(&reads).find(|(t, _)| **t == case.team).map_or([f64::NAN; 2], |(_, read)| *read);
+        let [wall, cpu] = rates(case.bytes(), times);
+        let cpu = cpu * case.team as f64;
+        let [table, format, path, shape, ..] = case.words();
         println!(
-            "{:<8} {:<9} {:<8} {:>11} {:>5} {:>7} {rate:>7.1} {:>8.0}% {:>8.1}",
-            case.kernels.isa.name(),
-            case.spec.format.to_string(),
-            if case.integer { "integer" } else { "exact" },
-            format!("{}x{}", case.spec.rows, case.spec.cols),
+            "{table:<8} {format:<9} {path:<8} {shape:>9} {:>5} {:>7} {wall:>6.1} {:>6.0}% {cpu:>6.1} {:>6.0}% {:>7.1}",
             case.batch,
             case.team,
-            100.0 * rate / read,
-            (case.spec.rows * case.spec.cols * case.batch) as f64 / seconds / 1e9,
+            100.0 * wall / read[0],
+            100.0 * cpu / read[1],
+            (case.spec.rows * case.spec.cols * case.batch) as f64 * wall / case.bytes() as f64,
         );
     }
     vectors(if measuring { 101 } else { 1 });

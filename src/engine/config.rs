@@ -10,8 +10,8 @@ use crate::ops::Activations;
 /// Context when neither the user nor a smaller model says otherwise: the cache of a longer one costs memory up front.
 pub const DEFAULT_CONTEXT: usize = 4096;
 
-/// Rows of a prefill chunk: enough that each expert read serves many rows, few enough that scratch stays small.
-pub const DEFAULT_PREFILL_ROWS: usize = 128;
+/// Rows of a prefill chunk: every chunk of a long prompt reads nearly all experts once, so as many as are allowed.
+pub const DEFAULT_PREFILL_ROWS: usize = MAX_ROWS;
 
 /// Which arithmetic attention uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +61,7 @@ pub struct EngineConfig {
     pub threads: usize,
     /// Positions a sequence may have; `None` for the model's maximum, at most [`DEFAULT_CONTEXT`].
     pub context: Option<usize>,
-    /// Rows of a prefill chunk, at most [`crate::limits::MAX_ROWS`].
+    /// Rows of a prefill chunk, at most [`MAX_ROWS`]; a shorter context takes no more than it has.
     pub prefill_rows: usize,
     /// Instruction set; `None` for the best the machine has.
     pub isa: Option<Isa>,

@@ -85,7 +85,7 @@ impl Engine {
         let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || config.load_mtp)?;
         let plan = Plan::new(&checkpoint, &files, config.load_mtp)?;
 
-        let (rows, threads) = (config.prefill_rows, config.threads);
+        let (rows, threads) = (config.prefill_rows.min(context), config.threads);
         let (prompt_form, decode_form) = forms_of(config.attention, arch);
         let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
         let mut room = Room::default();

@@ -3,7 +3,7 @@
 use super::ForwardError;
 use super::state::{MlpScratch, quantized};
 use crate::checkpoint::arch::Arch;
-use crate::kernels::Quantized;
+use crate::kernels::{Input, Quantized};
 use crate::meter::{Meter, Stage};
 use crate::ops::Compute;
 use crate::ops::room::Room;
@@ -15,12 +15,10 @@ pub struct ExpertCall<'a> {
     pub compute: &'a Compute,
     /// Model layer.
     pub layer: usize,
-    /// Width of a row.
-    pub hidden: usize,
     /// Experts a row.
     pub top_k: usize,
-    /// `[rows, hidden]`.
-    pub input: &'a [f32],
+    /// `[rows, hidden]`, already quantized where activations are int8.
+    pub input: Input<'a>,
     /// `[rows, top_k]`, each row's ids ascending and distinct.
     pub ids: &'a [u16],
     /// `[rows, top_k]`.
@@ -126,11 +124,16 @@ impl ExpertScratch {
             unreachable!("expert {expert} was lent but not asked for")
         };
         let run = &self.order[self.starts[place] as usize..self.starts[place + 1] as usize];
-        let (hidden, n) = (call.hidden, run.len());
-        for (gathered, &at) in self.gathered.chunks_exact_mut(hidden).zip(run) {
-            gathered.copy_from_slice(&call.input[at as usize / call.top_k * hidden..][..hidden]);
+        let (hidden, n) = (call.input.cols, run.len());
+        let rows = run.iter().map(|&at| at as usize / call.top_k);
+        for (gathered, row) in self.gathered.chunks_exact_mut(hidden).zip(rows.clone()) {
+            gathered.copy_from_slice(&call.input.values[row * hidden..][..hidden]);
         }
-        let input = call.compute.input(&self.gathered[..n * hidden], n, hidden, &mut self.quantized);
+        let quantized = call.input.quantized.map(|all| {
+            self.quantized.gather(all, rows);
+            &self.quantized
+        });
+        let input = Input { rows: n, cols: hidden, values: &self.gathered[..n * hidden], quantized };
         self.mlp.gated(call.compute, &w.gate, &w.up, &w.down, &input, &mut self.output[..n * hidden]);
         for (output, &at) in self.output.chunks_exact(hidden).zip(run) {
             let gate = call.gates[at as usize];
@@ -143,10 +146,10 @@ impl ExpertScratch {
 
     /// Sums every row's slots in order.
     fn reduce(&self, call: &mut ExpertCall<'_>) {
-        let rows = call.out.chunks_exact_mut(call.hidden).zip(self.slots.chunks_exact(call.top_k * call.hidden));
-        for (out, slots) in rows {
+        let hidden = call.input.cols;
+        for (out, slots) in call.out.chunks_exact_mut(hidden).zip(self.slots.chunks_exact(call.top_k * hidden)) {
             out.fill(0.0);
-            slots.chunks_exact(call.hidden).for_each(|slot| super::add(out, slot));
+            slots.chunks_exact(hidden).for_each(|slot| super::add(out, slot));
         }
     }
 }

@@ -59,13 +59,13 @@ pub(super) fn experts(
 ) -> Result<(), ForwardError> {
     let (hidden, top_k, n) = (model.arch.hidden, model.arch.moe.top_k, rows.count);
     let State { normed, branch, shared: shared_out, mlp, quantized, ids, gates, .. } = state;
-    let normed = &normed[..n * hidden];
+    // Quantized once: the shared expert and every routed one read the same rows.
+    let input = model.compute.input(&normed[..n * hidden], n, hidden, quantized);
     let call = ExpertCall {
         compute: &model.compute,
         layer,
-        hidden,
         top_k,
-        input: normed,
+        input,
         ids: &ids[..n * top_k],
         gates: &gates[..n * top_k],
         out: &mut branch[..n * hidden],
@@ -73,7 +73,6 @@ pub(super) fn experts(
     let shared_out = &mut shared_out[..n * hidden];
     executor.run(call, meter, &mut |meter| {
         if let Some(w) = shared {
-            let input = model.compute.input(normed, n, hidden, quantized);
             gated_mlp(model, w, &input, mlp, shared_out);
             meter.lap(Stage::Shared);
         }

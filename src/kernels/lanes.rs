@@ -108,64 +108,62 @@ pub(super) fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
 #[inline(always)]
 pub(super) fn quantize_row(x: &[f32], row: QuantRowMut) {
     let QuantRowMut { scale, sum, natural, halves, quarters, sums8 } = row;
-    let mut maxima = [0.0f32; LANES];
-    let (chunks, tail) = x.as_chunks::<LANES>();
-    for chunk in chunks {
-        for j in 0..LANES {
-            maxima[j] = absolute_max(maxima[j], chunk[j]);
-        }
-    }
-    for (max, v) in maxima.iter_mut().zip(tail) {
-        *max = absolute_max(*max, *v);
-    }
-    let max = maxima.into_iter().fold(0.0, absolute_max);
+    let max = absolute_max(x);
     let step = (max / 127.0).max(1e-12);
-    *scale = if max.is_finite() { step } else { f32::NAN };
-    for (q, v) in natural.iter_mut().zip(x) {
-        let level = (*v / step).round_ties_even();
-        let level = if level > 127.0 { 127.0 } else { level };
-        let level = if level < -127.0 { -127.0 } else { level };
-        *q = level as i8;
+    let (filled, padding) = natural.split_at_mut(x.len());
+    if max < f32::INFINITY {
+        *scale = step;
+        round(x, step, filled);
+    } else {
+        *scale = f32::NAN;
+        filled.fill(0);
     }
-    natural[x.len()..].fill(0);
-    *sum = natural.iter().map(|q| i32::from(*q)).sum();
+    padding.fill(0);
     let (natural, _) = natural.as_chunks::<BLOCK>();
     let (halves, _) = halves.as_chunks_mut::<BLOCK>();
     let (quarters, _) = quarters.as_chunks_mut::<BLOCK>();
     let (sums8, _) = sums8.as_chunks_mut::<{ BLOCK / 8 }>();
+    *sum = 0;
     for (((natural, halves), quarters), sums8) in natural.iter().zip(halves).zip(quarters).zip(sums8) {
-        for i in 0..64 {
-            halves[i] = natural[2 * i];
-            halves[64 + i] = natural[2 * i + 1];
-            halves[128 + i] = natural[128 + 2 * i];
-            halves[192 + i] = natural[128 + 2 * i + 1];
+        for (natural, halves) in natural.as_chunks::<128>().0.iter().zip(halves.as_chunks_mut::<128>().0) {
+            for (i, pair) in natural.as_chunks::<2>().0.iter().enumerate() {
+                halves[i] = pair[0];
+                halves[64 + i] = pair[1];
+            }
         }
-        for i in 0..64 {
+        for (i, four) in natural.as_chunks::<4>().0.iter().enumerate() {
             for k in 0..4 {
-                quarters[64 * k + i] = natural[4 * i + k];
+                quarters[64 * k + i] = four[k];
             }
         }
-        for i in 0..BLOCK / 8 {
-            let mut total = 0i32;
-            for k in 0..8 {
-                total += i32::from(natural[8 * i + k]);
-            }
-            sums8[i] = -8 * total;
+        for (sum8, eight) in sums8.iter_mut().zip(natural.as_chunks::<8>().0) {
+            let total: i32 = eight.iter().map(|q| i32::from(*q)).sum();
+            *sum8 = -8 * total;
+            *sum += total;
         }
     }
 }
 
-/// The larger of `max` and `|v|`; infinity once `v` is NaN, so that a NaN cannot hide.
+/// `q = clamp(round_half_even(x / step), -127, 127)`; no quotient may be NaN.
 #[inline(always)]
-fn absolute_max(max: f32, v: f32) -> f32 {
-    let v = v.abs();
-    if v <= max {
-        max
-    } else if v < f32::INFINITY {
-        v
-    } else {
-        f32::INFINITY
+fn round(x: &[f32], step: f32, q: &mut [i8]) {
+    // Adding 1.5 * 2^23 rounds to an integer, half to even, and leaves it in the low bits, which is what casts to i8 would
+    // do one by one. The bounds are integers, so that rounding first would make no difference.
+    const ROUND: f32 = 12_582_912.0;
+    for (q, v) in q.iter_mut().zip(x) {
+        let level = *v / step;
+        let level = if level > 127.0 { 127.0 } else { level };
+        let level = if level < -127.0 { -127.0 } else { level };
+        *q = (level + ROUND).to_bits() as i8;
     }
+}
+
+/// The largest `|v|`; infinity if there is a NaN, so that it cannot hide.
+#[inline(always)]
+fn absolute_max(x: &[f32]) -> f32 {
+    // Without their sign, floats are ordered as their bits are, and NaN comes after infinity.
+    let max = x.iter().map(|v| v.to_bits() & 0x7fff_ffff).fold(0, u32::max);
+    f32::from_bits(max.min(f32::INFINITY.to_bits()))
 }
 
 #[cfg(test)]

@@ -92,19 +92,26 @@ impl Quantized {
         assert_eq!(x.len(), rows * cols, "activations to quantize");
         assert!(cols <= MAX_COLS, "{cols} columns could overflow an i32 sum");
         self.reserve(rows, cols);
-        self.rows = rows;
-        self.cols = cols;
-        let stride = padded(cols);
+        (self.rows, self.cols) = (rows, cols);
         for i in 0..rows {
-            let row = QuantRowMut {
-                scale: &mut self.scales[i],
-                sum: &mut self.sums[i],
-                natural: &mut self.natural.get_mut()[i * stride..][..stride],
-                halves: &mut self.halves.get_mut()[i * stride..][..stride],
-                quarters: &mut self.quarters.get_mut()[i * stride..][..stride],
-                sums8: &mut self.sums8.get_mut()[i * stride / 8..][..stride / 8],
-            };
-            k.quantize_row(&x[i * cols..][..cols], row);
+            k.quantize_row(&x[i * cols..][..cols], self.row_mut(i));
+        }
+    }
+
+    /// Replaces the contents by copies of `rows` of `from`, in their order. Allocates only when the shape exceeds every
+    /// earlier one. Panics when `from` has no such row.
+    pub fn gather(&mut self, from: &Quantized, rows: impl ExactSizeIterator<Item = usize>) {
+        let count = rows.len();
+        self.reserve(count, from.cols);
+        (self.rows, self.cols) = (count, from.cols);
+        for (i, row) in rows.enumerate() {
+            let (to, from) = (self.row_mut(i), from.row(row));
+            *to.scale = from.scale;
+            *to.sum = from.sum;
+            to.natural.copy_from_slice(from.natural);
+            to.halves.copy_from_slice(from.halves);
+            to.quarters.copy_from_slice(from.quarters);
+            to.sums8.copy_from_slice(from.sums8);
         }
     }
 
@@ -118,6 +125,18 @@ impl Quantized {
             halves: &self.halves.get()[row * stride..][..stride],
             quarters: &self.quarters.get()[row * stride..][..stride],
             sums8: &self.sums8.get()[row * stride / 8..][..stride / 8],
+        }
+    }
+
+    fn row_mut(&mut self, row: usize) -> QuantRowMut<'_> {
+        let stride = padded(self.cols);
+        QuantRowMut {
+            scale: &mut self.scales[row],
+            sum: &mut self.sums[row],
+            natural: &mut self.natural.get_mut()[row * stride..][..stride],
+            halves: &mut self.halves.get_mut()[row * stride..][..stride],
+            quarters: &mut self.quarters.get_mut()[row * stride..][..stride],
+            sums8: &mut self.sums8.get_mut()[row * stride / 8..][..stride / 8],
         }
     }
 
@@ -190,6 +209,49 @@ mod tests {
             assert_eq!((q.row(0).scale, q.row(0).natural[0]), (1e-12, 0), "{k:?}");
             assert!(q.row(1).scale.is_nan() && q.row(2).scale.is_nan(), "{k:?}");
         }
+    }
+
+    #[test]
+    fn rounding_is_to_even_at_every_half_and_stops_at_the_bounds() {
+        // The largest value makes the scale 1, except in the last row, whose scale has a floor.
+        let mut x: Vec<f32> = (-254..=254).map(|i| i as f32 / 2.0).collect();
+        x.extend(x.clone().iter().map(|v| v.next_up().min(127.0)));
+        let level = |v: f32| v.round_ties_even() as i8;
+        let tiny = [1e-12, -2.6e-12, 1e-30, -f32::MIN_POSITIVE, 1e-45];
+        for k in Kernels::all_available() {
+            let mut q = Quantized::with_capacity(1, x.len());
+            q.quantize(k, &x, 1, x.len());
+            assert_eq!(q.row(0).scale, 1.0);
+            assert!(q.row(0).natural.iter().zip(&x).all(|(q, v)| *q == level(*v)), "{k:?}");
+            q.quantize(k, &tiny, 1, tiny.len());
+            assert_eq!((q.row(0).scale, q.row(0).natural[..5].to_vec()), (1e-12, vec![1, -3, 0, 0, 0]), "{k:?}");
+        }
+    }
+
+    #[test]
+    fn gathered_rows_are_the_rows_quantized_alone() {
+        let k = Kernels::best();
+        let x: Vec<f32> = (0..3 * 300).map(|i| (i * 37 % 101) as f32 * (1 + i / 300) as f32 - 50.0).collect();
+        let mut all = Quantized::with_capacity(3, 300);
+        all.quantize(k, &x, 3, 300);
+        // Larger contents first: nothing of them may stay.
+        let mut some = Quantized::with_capacity(4, 600);
+        some.quantize(k, &[1.0; 4 * 600], 4, 600);
+        let places = (some.natural.elements.as_ptr(), some.sums8.elements.as_ptr());
+        let picks = [2, 0, 2];
+        some.gather(&all, picks.into_iter());
+        assert_eq!((some.rows(), some.cols()), (3, 300));
+        assert_eq!((some.natural.elements.as_ptr(), some.sums8.elements.as_ptr()), places, "no allocation");
+        for (i, pick) in picks.into_iter().enumerate() {
+            let mut alone = Quantized::default();
+            alone.quantize(k, &x[pick * 300..][..300], 1, 300);
+            let (got, want) = (some.row(i), alone.row(0));
+            assert_eq!((got.scale, got.sum), (want.scale, want.sum));
+            assert_eq!((got.natural, got.halves), (want.natural, want.halves));
+            assert_eq!((got.quarters, got.sums8), (want.quarters, want.sums8));
+        }
+        some.gather(&all, std::iter::empty());
+        assert_eq!((some.rows(), some.cols()), (0, 300));
     }
 
     #[test]

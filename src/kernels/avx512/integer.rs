@@ -4,6 +4,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use super::single;
 use super::{load_bytes, load_ints, load_signed, store_half_ints, store_ints};
 use crate::kernels::format::{Format, WeightRef};
 use crate::kernels::groups::{
@@ -15,13 +16,15 @@ use crate::kernels::scalar;
 /// `tile[i][r] = W[rows.start + r] . x[i]` in integers.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut [f32]) {
-    match w.format() {
-        Format::Int8Row => {
+    match (w.format(), x) {
+        (Format::Int8Row, [x]) => single::int8(w, rows, x, tile),
+        (Format::Int4Row, [x]) => single::int4(w, rows, x, tile),
+        (Format::Int8Row, _) => {
             let flip = _mm512_set1_epi8(-128);
             row_scaled::<1, _>(w, rows, x, |x| x.natural, 128, tile, |bytes| [_mm512_xor_si512(bytes, flip)]);
         }
-        Format::Int4Row => row_scaled::<2, _>(w, rows, x, |x| x.halves, 8, tile, |bytes| nibbles(bytes)),
-        Format::Int2Row => {
+        (Format::Int4Row, _) => row_scaled::<2, _>(w, rows, x, |x| x.halves, 8, tile, |bytes| nibbles(bytes)),
+        (Format::Int2Row, _) => {
             let mask = _mm512_set1_epi8(3);
             row_scaled::<4, _>(
                 w,
@@ -40,9 +43,9 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
                 },
             );
         }
-        Format::Int4Group { group } if group % 64 == 0 => groups_of_units::<true>(w, rows, group.into(), x, tile),
-        Format::Int4Group { group } if group % 32 == 0 => groups_of_units::<false>(w, rows, group.into(), x, tile),
-        Format::Int4Group { group } if group % 8 == 0 => groups_of_any(w, rows, group.into(), x, tile),
+        (Format::Int4Group { group }, _) if group % 64 == 0 => groups_of_units::<true>(w, rows, group.into(), x, tile),
+        (Format::Int4Group { group }, _) if group % 32 == 0 => groups_of_units::<false>(w, rows, group.into(), x, tile),
+        (Format::Int4Group { group }, _) if group % 8 == 0 => groups_of_any(w, rows, group.into(), x, tile),
         _ => scalar::integer(w, rows, x, tile),
     }
 }
@@ -93,8 +96,9 @@ fn row_scaled<const P: usize, U>(
     }
 }
 
-/// One weight row against one activation row. Memory is the limit: bytes are read in the order they lie, which is what the
-/// hardware prefetches best, and four accumulators keep the additions out of the way.
+/// One weight row against one activation row, for int2, which `single` measured slower on. Memory is the limit: bytes are
+/// read in the order they lie, which is what the hardware prefetches best, and four accumulators keep the additions out of
+/// the way.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn row_alone<const P: usize, U>(weights: &[u8], x: &[i8], unpack: &U) -> i32

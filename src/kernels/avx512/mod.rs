@@ -6,6 +6,7 @@
 
 mod exact;
 mod integer;
+mod single;
 
 use std::arch::x86_64::*;
 
@@ -82,6 +83,13 @@ fn load_ints(from: &[i32; 16]) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn load_half(from: &[u8; 32]) -> __m256i {
+    // SAFETY: the reference covers the 32 bytes of this unaligned load.
+    unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_signed_half(from: &[i8; 32]) -> __m256i {
     // SAFETY: the reference covers the 32 bytes of this unaligned load.
     unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
 }
