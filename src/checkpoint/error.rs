@@ -260,7 +260,7 @@ fn io_hint(action: &str, kind: io::ErrorKind) -> &'static str {
         }
         PermissionDenied => "permission: this user may not read it, or not enter a directory above it",
         AlreadyExists | NotADirectory => "a file is where a directory should be: check the path",
-        NotFound if writes => "the directory went away meanwhile: run the same command again",
+        NotFound if writes => "check the path of the destination",
         NotFound => "check the path; in a download cache a dangling link means the file was never fetched",
         _ if writes => "check the drive that is written to (dmesg)",
         _ => "check the drive's health (dmesg)",
