@@ -135,7 +135,7 @@ mod tests {
         let failure = Failure::of(&error).hint(error.hint());
         assert_eq!(
             failure.text(),
-            "error: cannot read x/tokenizer.json\n  cause: drive on fire\n  hint: check the file's permissions\n"
+            "error: cannot read x/tokenizer.json\n  cause: drive on fire\n  hint: check the drive's health (dmesg), or download tokenizer.json again\n"
         );
     }
 }
