@@ -2,8 +2,16 @@
 
 /// Layers a model may have, the MTP layer included.
 pub const MAX_LAYERS: usize = 1024;
+/// Token ids are below this: the largest published vocabularies have about 260,000 entries.
+pub const MAX_VOCAB: usize = 1 << 22;
+/// Width of the residual stream: the MTP layer joins two of them into one matrix input.
+pub const MAX_HIDDEN: usize = MAX_COLUMNS / 2;
+/// Query heads of attention, and of the indexer.
+pub const MAX_HEADS: usize = 1 << 12;
 /// Routed experts a layer may have: expert ids fit in 16 bits.
 pub const MAX_EXPERTS: usize = 1 << 14;
+/// Groups of experts; the router sums and keeps them on the stack.
+pub const MAX_GROUPS: usize = 256;
 /// Experts a token may choose in one layer.
 pub const MAX_TOP_K: usize = 64;
 /// Rows of one forward step: a prefill chunk, or the sequences of a batch.
@@ -12,6 +20,8 @@ pub const MAX_ROWS: usize = 512;
 pub const MAX_THREADS: usize = 1024;
 /// Width of the compressed key-value latent; absorbed attention decodes one such row on the stack.
 pub const MAX_KV_RANK: usize = 2048;
+/// Rotated values of a key; a rotation keeps its input on the stack.
+pub const MAX_ROPE: usize = 512;
 /// Positions of a context.
 pub const MAX_CONTEXT: usize = 1 << 21;
 /// Widest matrix input: an i32 holds `cols` products of 8-bit values.
@@ -20,10 +30,40 @@ pub const MAX_COLUMNS: usize = 1 << 17;
 pub const SCORE_BLOCK: usize = 128;
 /// Heads that walk one block of cached positions together, so that the block is read from cache memory once.
 pub const HEAD_GROUP: usize = 8;
+/// Stop strings of a generation.
+pub const MAX_STOPS: usize = 64;
+/// Bytes of a stop string: text is held back for at most this long.
+pub const MAX_STOP_BYTES: usize = 1024;
+/// Higher temperatures only produce noise.
+pub const MAX_TEMPERATURE: f32 = 100.0;
+/// Bytes of a prompt that is read: more than any context holds.
+pub const MAX_PROMPT_BYTES: u64 = 256 << 20;
+/// Bytes of a small JSON file that is read.
+pub const MAX_SMALL_FILE_BYTES: u64 = 64 << 20;
+/// Bytes of a `tokenizer.json` that is read: several times the largest published one.
+pub const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+/// Bytes of a chat template that is read: a hundred times the largest published one.
+pub const MAX_TEMPLATE_BYTES: u64 = 4 << 20;
+/// Instructions a chat template may execute: a published one uses a few hundred for each message.
+pub const MAX_TEMPLATE_STEPS: u64 = 50_000_000;
+/// Depth of a value that a chat template writes as JSON, which takes a call each.
+pub const MAX_JSON_DEPTH: usize = 200;
+/// Bytes of a shard's header that is read, as in the format's own library.
+pub const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Bytes of a tensor's name.
+pub const MAX_NAME_BYTES: usize = 1024;
+/// Dimensions of a tensor.
+pub const MAX_DIMENSIONS: usize = 8;
 /// Slabs without which no expert can be served.
 pub const MIN_SLABS: usize = 1;
 
 const _: () = assert!(MAX_EXPERTS <= u16::MAX as usize + 1);
 const _: () = assert!(MAX_TOP_K <= MAX_EXPERTS);
+const _: () = assert!(MAX_GROUPS <= MAX_EXPERTS);
+const _: () = assert!(2 * MAX_HIDDEN <= MAX_COLUMNS);
+const _: () = assert!(MAX_KV_RANK <= MAX_COLUMNS);
+const _: () = assert!(MAX_ROPE.is_multiple_of(2));
+const _: () = assert!(MAX_LAYERS <= u16::MAX as usize);
+const _: () = assert!(MAX_VOCAB <= u32::MAX as usize);
 const _: () = assert!(MAX_COLUMNS as i64 * 128 * 127 <= i32::MAX as i64);
 const _: () = assert!(MAX_CONTEXT <= u32::MAX as usize);

@@ -148,6 +148,24 @@ fn short_or_strange_layer_lists_are_refused_with_both_lengths() {
 }
 
 #[test]
+fn a_model_without_routed_experts_is_refused_by_name_and_not_as_a_bad_read() {
+    assert_config_refused(
+        |c| set(c, "mlp_layer_types", json!(["dense", "dense", "dense", "dense", "dense"])),
+        &["mlp_layer_types", "at least one layer with routed experts", "dense layers only"],
+    );
+    // Without a list the rule is a number; the MTP layer, which is always routed, does not count.
+    for first_sparse in [5, 6] {
+        assert_config_refused(
+            |c| {
+                c.remove("mlp_layer_types");
+                set(c, "first_k_dense_replace", json!(first_sparse));
+            },
+            &["first_k_dense_replace", "at least one layer with routed experts"],
+        );
+    }
+}
+
+#[test]
 fn expert_groups_are_read_and_checked() {
     let grouped = config(|c| {
         set(c, "n_group", json!(4));

@@ -484,6 +484,29 @@ fn a_conversion_stopped_anywhere_continues_to_the_same_bytes() {
 }
 
 #[test]
+fn a_second_conversion_into_one_directory_is_refused_and_publishes_nothing_half_written() {
+    let expected = contents(converted(tiny_model(), &ConvertOptions::default()).path());
+    let dst = quick_dir();
+    let (mut refused, mut shards) = (0, 0);
+    convert(tiny_model(), dst.path(), &ConvertOptions::default(), &mut |progress| {
+        if let Progress::Shard { of, .. } = progress {
+            // The first is about to write a shard; what it has written so far is not to be touched.
+            let before = contents(dst.path());
+            let error = quietly(tiny_model(), dst.path(), &ConvertOptions::default()).unwrap_err();
+            assert!(matches!(&error, CheckpointError::ConvertBusy { dir } if dir == dst.path()), "{error}");
+            assert!(error.to_string().contains(&dst.path().display().to_string()), "{error}");
+            assert!(contents(dst.path()) == before);
+            (refused, shards) = (refused + 1, of);
+        }
+    })
+    .unwrap();
+    assert_eq!(refused, shards);
+    assert_same_files(dst.path(), &expected);
+    // The lock went with the first: a third finds everything done.
+    quietly(tiny_model(), dst.path(), &ConvertOptions::default()).unwrap();
+}
+
+#[test]
 fn another_conversion_does_not_continue_a_stopped_one() {
     let dst = quick_dir();
     let stopped = catch_unwind(AssertUnwindSafe(|| {

@@ -207,3 +207,34 @@ fn an_ordinary_user_without_a_home_or_a_network_converts_and_runs() {
     let output = changed(command, drop_rights).unwrap();
     assert_eq!(answer(&output, &[]), expected());
 }
+
+/// How often `path` is opened while `work` is done, by whomever.
+fn openings(path: &Path, work: impl FnOnce()) -> usize {
+    use std::io::Read;
+    use std::os::fd::FromRawFd;
+    // SAFETY: the call takes no pointer.
+    let descriptor = unsafe { libc::inotify_init1(libc::IN_CLOEXEC | libc::IN_NONBLOCK) };
+    assert!(descriptor >= 0, "{}", io::Error::last_os_error());
+    let name = CString::new(path.as_os_str().as_bytes()).unwrap();
+    // Closings too, so that two openings are never next to each other and reported as one.
+    // SAFETY: the name is a string that outlives the call.
+    let watch = unsafe { libc::inotify_add_watch(descriptor, name.as_ptr(), libc::IN_OPEN | libc::IN_CLOSE) };
+    assert!(watch >= 0, "{}", io::Error::last_os_error());
+    work();
+    // SAFETY: the descriptor is open and nobody else owns it.
+    let mut events = unsafe { std::fs::File::from_raw_fd(descriptor) };
+    let mut bytes = vec![0; 1 << 16];
+    let filled = events.read(&mut bytes).unwrap_or(0);
+    // Events of a watched file have no name: watch, mask, cookie, length, four bytes each.
+    let masks = bytes[..filled].chunks_exact(16).map(|event| u32::from_ne_bytes(event[4..8].try_into().unwrap()));
+    masks.filter(|mask| mask & libc::IN_OPEN != 0).count()
+}
+
+#[test]
+fn a_run_reads_the_checkpoint_once() {
+    let config = container().join("config.json");
+    let once = openings(&config, || drop(millstream::checkpoint::Checkpoint::open(container()).unwrap()));
+    assert!(once > 0);
+    let run = openings(&config, || drop(answer(&generation(container(), &[]).output().unwrap(), &["reads"])));
+    assert_eq!(run, once);
+}

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use engines::{Arithmetic, Model, Reader, Setup, config, greedy, has_direct, has_ring, tales, tiny};
 use millstream::checkpoint::Checkpoint;
-use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, EngineError};
+use millstream::engine::{Activations, AttentionForm, Engine, EngineError};
 use millstream::forward::ForwardError;
 use millstream::store::{ExpertKey, StoreError};
 use millstream_io::{FileSet, IoError, IoMode, ReadRange, SimConfig, SimFault, sim_device};
@@ -25,8 +25,9 @@ fn arithmetic(model: Model) -> Arithmetic {
     Arithmetic { model, form: AttentionForm::Absorbed, activations: Activations::Int8 }
 }
 
-fn simulated(config: &EngineConfig, sim: &SimConfig) -> Engine {
-    Engine::open_with(config, &|files, pool| Ok(sim_device(sim, files.clone(), pool)?)).unwrap()
+fn simulated(model: Model, setup: &Setup, sim: &SimConfig) -> Engine {
+    let (checkpoint, config) = (Checkpoint::open(&model.dir()).unwrap(), config(&arithmetic(model), setup));
+    Engine::open_with(checkpoint, &config, &|files, pool| Ok(sim_device(sim, files.clone(), pool)?)).unwrap()
 }
 
 /// What the healthy engine says.
@@ -92,7 +93,7 @@ fn two_hundred_seeds_of_faults_give_the_right_tokens_or_a_named_error() {
         };
         let sim = SimConfig { queue: 1 + (seed % 11) as usize, ..sim };
         let setup = Setup { slabs: 1 + (seed % 13) as usize, rows: [1, 6, 128][seed as usize % 3], ..Setup::default() };
-        let mut engine = simulated(&config(&arithmetic(*model), &setup), &sim);
+        let mut engine = simulated(*model, &setup, &sim);
         let (mut after_error, mut dead) = (false, false);
         for _ in 0..14 {
             let result = greedy(&mut engine, prompt, TOKENS);
@@ -149,13 +150,13 @@ fn eio_on_one_expert_in_the_middle_names_shard_bytes_and_errno() {
     let want = expected(model);
     let setup = Setup { slabs: 12, ..Setup::default() };
     // A healthy run tells how many calls there are: an expert of this model is read with one.
-    let mut calm = simulated(&config(&arithmetic(model), &setup), &SimConfig::calm(0));
+    let mut calm = simulated(model, &setup, &SimConfig::calm(0));
     greedy(&mut calm, &model.prompt(PROMPT), TOKENS).unwrap();
     let middle = calm.store().stats().reads / 2;
 
     let script = (middle..middle + 40).map(|call| (call, SimFault::Errno(5))).collect();
     let sim = SimConfig { script, ..SimConfig::calm(0) };
-    let mut engine = simulated(&config(&arithmetic(model), &setup), &sim);
+    let mut engine = simulated(model, &setup, &sim);
     let error = greedy(&mut engine, &model.prompt(PROMPT), TOKENS).unwrap_err();
     let (key, source) = read_error(&error);
     let IoError::Read { range, errno } = source else { panic!("{source}") };
@@ -190,8 +191,8 @@ fn half_the_bytes_once_is_no_error_and_nothing_twice_names_what_was_wanted_and_g
     let want = expected(Model::Tiny);
     let prompt = Model::Tiny.prompt(PROMPT);
     let open = |script| {
-        let config = config(&arithmetic(Model::Tiny), &Setup { slabs: 2, ..Setup::default() });
-        simulated(&config, &SimConfig { script, ..SimConfig::calm(0) })
+        let setup = Setup { slabs: 2, ..Setup::default() };
+        simulated(Model::Tiny, &setup, &SimConfig { script, ..SimConfig::calm(0) })
     };
     let mut half = open(vec![(3, SimFault::Short(12_288)), (9, SimFault::Short(1))]);
     assert_eq!(greedy(&mut half, &prompt, TOKENS).unwrap(), want);
@@ -216,7 +217,7 @@ fn a_direct_read_that_is_refused_falls_back_once_with_the_same_tokens() {
     let prompt = Model::Tiny.prompt(PROMPT);
     let sim = SimConfig { script: vec![(5, SimFault::Errno(22))], ..SimConfig::calm(0) };
     let setup = Setup { slabs: 2, ..Setup::default() };
-    let mut engine = simulated(&config(&arithmetic(Model::Tiny), &setup), &sim);
+    let mut engine = simulated(Model::Tiny, &setup, &sim);
     assert_eq!(greedy(&mut engine, &prompt, TOKENS).unwrap(), want);
     let warnings = engine.warnings();
     assert_eq!(warnings.len(), 1);
@@ -224,7 +225,7 @@ fn a_direct_read_that_is_refused_falls_back_once_with_the_same_tokens() {
 
     // Where direct reads were demanded, going through the page cache would be a lie.
     let demanded = Setup { io: IoMode::Direct, ..setup };
-    let mut engine = simulated(&config(&arithmetic(Model::Tiny), &demanded), &sim);
+    let mut engine = simulated(Model::Tiny, &demanded, &sim);
     let error = greedy(&mut engine, &prompt, TOKENS).unwrap_err();
     assert!(matches!(read_error(&error).1, IoError::DirectRefused { .. }), "{}", chain(&error));
     assert_eq!(greedy(&mut engine, &prompt, TOKENS).unwrap(), want);
@@ -253,9 +254,9 @@ fn readers() -> Vec<Setup> {
 
 /// Opens the copy in `dir`; also returns the set of its files.
 fn open_copy(dir: &Path, setup: &Setup) -> (Engine, Arc<FileSet>) {
-    let config = EngineConfig { dir: dir.to_owned(), ..config(&arithmetic(Model::Tiny), setup) };
+    let (checkpoint, config) = (Checkpoint::open(dir).unwrap(), config(&arithmetic(Model::Tiny), setup));
     let set = std::cell::OnceCell::new();
-    let engine = Engine::open_with(&config, &|files, pool| {
+    let engine = Engine::open_with(checkpoint, &config, &|files, pool| {
         set.get_or_init(|| files.clone());
         match setup.reader {
             Reader::Shuffled(seed) => Ok(sim_device(&engines::shuffled(seed), files.clone(), pool)?),
@@ -349,7 +350,7 @@ fn a_weight_that_is_not_a_number_ends_the_answer_with_a_name() {
 fn the_first_generation_of_the_storms_makes_enough_calls() {
     // The bursts and deaths above are placed at calls 0 to 59, and the largest pool reads least.
     let setup = Setup { slabs: 13, ..Setup::default() };
-    let mut engine = simulated(&config(&arithmetic(Model::Tiny), &setup), &SimConfig::calm(0));
+    let mut engine = simulated(Model::Tiny, &setup, &SimConfig::calm(0));
     greedy(&mut engine, &Model::Tiny.prompt(PROMPT), TOKENS).unwrap();
     let reads = engine.store().stats().reads;
     assert!(reads >= 60, "{reads}");

@@ -370,6 +370,25 @@ fn unsafe_code_is_where_the_list_says() {
 }
 
 #[test]
+fn bounds_have_one_place() {
+    // Kernels keep the sizes of their own tiles; everything else is in limits.rs, where bounds are held against each
+    // other. A name that ends in DEFAULT is no bound.
+    let mut faults = vec![];
+    for source in sources().iter().filter(|s| s.path.starts_with("src/")) {
+        if source.path == "src/limits.rs" || source.path.starts_with("src/kernels/") {
+            continue;
+        }
+        for name in paths_after(&source.code, "const ") {
+            let is_bound = name.starts_with("MAX_") || name.ends_with("_MAX") || name == "FUEL";
+            if is_bound && !name.ends_with("_DEFAULT") {
+                faults.push(format!("{}: {name} belongs in src/limits.rs", source.path));
+            }
+        }
+    }
+    assert_none(faults);
+}
+
+#[test]
 fn no_file_is_longer_than_a_thousand_lines() {
     let mut files = vec![];
     for dir in ["src", "io", "tests", "bench"] {

@@ -16,7 +16,7 @@ pub struct Arch {
     pub hidden: usize,
     /// Token ids are below this.
     pub vocab: usize,
-    /// Decoder layers, in order; the MTP layer is not among them.
+    /// Decoder layers, in order, at least one of them routed; the MTP layer is not among them.
     pub layers: Vec<LayerArch>,
     /// The multi-token-prediction layer (layer index `layers.len()`), where the checkpoint declares one.
     pub mtp: Option<LayerArch>,
@@ -30,7 +30,7 @@ pub struct Arch {
     pub norm_eps: f64,
     /// Base of the rotary angles.
     pub rope_theta: f64,
-    /// Longest context the model declares.
+    /// Longest context: what the model declares, at most [`crate::limits::MAX_CONTEXT`].
     pub max_context: usize,
     /// Whether the output head is the embedding matrix.
     pub tied_head: bool,

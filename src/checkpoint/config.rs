@@ -2,23 +2,23 @@
 //!
 //! A value that changes the model is read or refused, never defaulted: a missing rotary base or scaling factor gives
 //! fluent nonsense, which nobody notices. What may be absent is what the format itself defines a meaning for.
+//!
+//! What is accepted can be run: every size is held against [`crate::limits`], also those that are products of others,
+//! and no product of two of them comes near 2^63, so sizes need no checked arithmetic later.
 
 use super::arch::{Arch, AttentionArch, Family, IndexerArch, IndexerKind, LayerArch, MlpKind, MoeArch};
 use super::error::{CheckpointError, Result, io_error};
+use crate::limits::{
+    MAX_COLUMNS, MAX_CONTEXT, MAX_EXPERTS, MAX_GROUPS, MAX_HEADS, MAX_HIDDEN, MAX_KV_RANK, MAX_LAYERS, MAX_ROPE,
+    MAX_SMALL_FILE_BYTES, MAX_TOP_K, MAX_VOCAB,
+};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Largest small file that is read at all, in bytes.
-pub(crate) const SMALL_FILE_BYTES_MAX: u64 = 64 << 20;
-/// Bounds on shapes: their products stay far below 2^63, so sizes need no checked arithmetic later.
-const LAYERS_MAX: usize = 4096;
-const DIM_MAX: usize = 1 << 20;
-const HEADS_MAX: usize = 1 << 12;
-const EXPERTS_MAX: usize = 1 << 16;
-const VOCAB_MAX: usize = 1 << 24;
-const CONTEXT_MAX: usize = 1 << 30;
 /// Context of a config that declares none. The declared length bounds a request, it does not shape the model.
 const CONTEXT_UNDECLARED: usize = 1 << 20;
+
+const _: () = assert!(CONTEXT_UNDECLARED <= MAX_CONTEXT);
 
 impl Arch {
     /// Reads `config.json` and, where present, `generation_config.json` of a model directory.
@@ -57,12 +57,12 @@ impl Arch {
 /// Reads a small file, refusing one of absurd size before allocating.
 pub(crate) fn read_small(path: &Path) -> Result<Vec<u8>> {
     let bytes = std::fs::metadata(path).map_err(io_error("read", path))?.len();
-    if bytes > SMALL_FILE_BYTES_MAX {
+    if bytes > MAX_SMALL_FILE_BYTES {
         let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         return Err(CheckpointError::Config {
             file,
             field: "length".to_owned(),
-            expected: format!("at most {SMALL_FILE_BYTES_MAX} bytes"),
+            expected: format!("at most {MAX_SMALL_FILE_BYTES} bytes"),
             found: format!("{bytes} bytes"),
         });
     }
@@ -71,15 +71,19 @@ pub(crate) fn read_small(path: &Path) -> Result<Vec<u8>> {
 
 fn parse_glm(config: &Fields) -> Result<Arch> {
     refuse_unsupported(config)?;
-    let hidden = config.size("hidden_size", 1..=DIM_MAX)?;
-    let vocab = config.size("vocab_size", 1..=VOCAB_MAX)?;
-    let layer_count = config.size("num_hidden_layers", 1..=LAYERS_MAX)?;
-    let mtp_count = config.size_or("num_nextn_predict_layers", 0..=LAYERS_MAX, 0)?;
+    let hidden = config.size("hidden_size", 1..=MAX_HIDDEN)?;
+    let vocab = config.size("vocab_size", 1..=MAX_VOCAB)?;
+    let layer_count = config.size("num_hidden_layers", 1..=MAX_LAYERS - 1)?;
+    let mtp_count = config.size_or("num_nextn_predict_layers", 0..=MAX_LAYERS, 0)?;
     let attention = parse_attention(config)?;
     let indexer = parse_indexer(config, &attention)?;
     let moe = parse_moe(config)?;
     let sources = indexer_kinds(config, layer_count, mtp_count)?;
     let mlps = mlp_kinds(config, layer_count, mtp_count)?;
+    if !mlps.contains(&MlpKind::Sparse) {
+        let field = if config.get("mlp_layer_types").is_some() { "mlp_layer_types" } else { "first_k_dense_replace" };
+        return Err(config.bad(field, "at least one layer with routed experts", "dense layers only"));
+    }
     let layers = mlps.iter().zip(&sources).map(|(&mlp, &indexer)| LayerArch { mlp, indexer }).collect();
     let mtp = LayerArch { mlp: MlpKind::Sparse, indexer: IndexerKind::Full };
     Ok(Arch {
@@ -93,7 +97,7 @@ fn parse_glm(config: &Fields) -> Result<Arch> {
         moe,
         norm_eps: config.positive("rms_norm_eps")?,
         rope_theta: rope_theta(config)?,
-        max_context: config.size_or("max_position_embeddings", 1..=CONTEXT_MAX, CONTEXT_UNDECLARED)?,
+        max_context: config.size_or("max_position_embeddings", 1..=usize::MAX, CONTEXT_UNDECLARED)?.min(MAX_CONTEXT),
         tied_head: config.flag_or("tie_word_embeddings", false)?,
         stop_ids: Vec::new(),
     })
@@ -121,13 +125,14 @@ fn refuse_unsupported(config: &Fields) -> Result<()> {
 
 fn parse_attention(config: &Fields) -> Result<AttentionArch> {
     let attention = AttentionArch {
-        heads: config.size("num_attention_heads", 1..=HEADS_MAX)?,
-        q_rank: config.size("q_lora_rank", 1..=DIM_MAX)?,
-        kv_rank: config.size("kv_lora_rank", 1..=DIM_MAX)?,
-        nope: config.size("qk_nope_head_dim", 1..=DIM_MAX)?,
-        rope: config.size("qk_rope_head_dim", 2..=DIM_MAX)?,
-        value: config.size("v_head_dim", 1..=DIM_MAX)?,
+        heads: config.size("num_attention_heads", 1..=MAX_HEADS)?,
+        q_rank: config.size("q_lora_rank", 1..=MAX_COLUMNS)?,
+        kv_rank: config.size("kv_lora_rank", 1..=MAX_KV_RANK)?,
+        nope: config.size("qk_nope_head_dim", 1..=MAX_COLUMNS)?,
+        rope: config.size("qk_rope_head_dim", 2..=MAX_ROPE)?,
+        value: config.size("v_head_dim", 1..=MAX_COLUMNS)?,
     };
+    config.within("num_attention_heads * v_head_dim", attention.heads * attention.value, MAX_COLUMNS)?;
     if !attention.rope.is_multiple_of(2) {
         let found = attention.rope.to_string();
         return Err(config.bad("qk_rope_head_dim", "an even number", &found));
@@ -139,15 +144,15 @@ fn parse_attention(config: &Fields) -> Result<AttentionArch> {
 
 fn parse_indexer(config: &Fields, attention: &AttentionArch) -> Result<IndexerArch> {
     Ok(IndexerArch {
-        heads: config.size("index_n_heads", 1..=HEADS_MAX)?,
-        dim: config.size("index_head_dim", attention.rope..=DIM_MAX)?,
-        top_k: config.size("index_topk", 1..=CONTEXT_MAX)?,
+        heads: config.size("index_n_heads", 1..=MAX_HEADS)?,
+        dim: config.size("index_head_dim", attention.rope..=MAX_COLUMNS)?,
+        top_k: config.size("index_topk", 1..=MAX_CONTEXT)?,
     })
 }
 
 fn parse_moe(config: &Fields) -> Result<MoeArch> {
-    let experts = config.size("n_routed_experts", 1..=EXPERTS_MAX)?;
-    let groups = config.size_or("n_group", 1..=experts, 1)?;
+    let experts = config.size("n_routed_experts", 1..=MAX_EXPERTS)?;
+    let groups = config.size_or("n_group", 1..=experts.min(MAX_GROUPS), 1)?;
     if experts % groups != 0 {
         let expected = format!("a divisor of n_routed_experts ({experts})");
         return Err(config.bad("n_group", &expected, &groups.to_string()));
@@ -162,19 +167,20 @@ fn parse_moe(config: &Fields) -> Result<MoeArch> {
         1 => config.size_or("topk_group", 1..=1, 1)?,
         _ => config.size("topk_group", 1..=groups)?,
     };
-    let width = config.size("moe_intermediate_size", 1..=DIM_MAX)?;
-    let shared = config.size("n_shared_experts", 0..=HEADS_MAX)?;
+    let width = config.size("moe_intermediate_size", 1..=MAX_COLUMNS)?;
+    let shared = config.size("n_shared_experts", 0..=MAX_EXPERTS)?;
+    config.within("n_shared_experts * moe_intermediate_size", shared * width, MAX_COLUMNS)?;
     let scaling = config.positive("routed_scaling_factor")? as f32;
     if !scaling.is_normal() {
         return Err(config.bad("routed_scaling_factor", "a float32", &scaling.to_string()));
     }
     Ok(MoeArch {
         experts,
-        top_k: config.size("num_experts_per_tok", 1..=top_groups * group_experts)?,
+        top_k: config.size("num_experts_per_tok", 1..=MAX_TOP_K.min(top_groups * group_experts))?,
         groups,
         top_groups,
         width,
-        shared_width: width * shared,
+        shared_width: shared * width,
         normalize: config.flag("norm_topk_prob")?,
         scaling,
     })
@@ -200,8 +206,8 @@ fn indexer_kinds(config: &Fields, layers: usize, mtp: usize) -> Result<Vec<Index
         pattern.chars().map(kind).collect::<Result<_>>()?
     } else {
         field = "index_topk_freq";
-        let frequency = config.size_or("index_topk_freq", 1..=LAYERS_MAX, 1)?;
-        let offset = config.size_or("index_skip_topk_offset", 0..=LAYERS_MAX, 2)?;
+        let frequency = config.size_or("index_topk_freq", 1..=MAX_LAYERS, 1)?;
+        let offset = config.size_or("index_skip_topk_offset", 0..=MAX_LAYERS, 2)?;
         let full = |layer: usize| (layer + 1).saturating_sub(offset) % frequency == 0;
         let kind = |layer| {
             if full(layer) { IndexerKind::Full } else { IndexerKind::Shared }
@@ -220,10 +226,10 @@ fn indexer_kinds(config: &Fields, layers: usize, mtp: usize) -> Result<Vec<Index
 }
 
 fn mlp_kinds(config: &Fields, layers: usize, mtp: usize) -> Result<Vec<MlpKind>> {
-    let width = config.size("intermediate_size", 1..=DIM_MAX)?;
+    let width = config.size("intermediate_size", 1..=MAX_COLUMNS)?;
     let dense = MlpKind::Dense { width };
     let Some(list) = config.list("mlp_layer_types")? else {
-        let first_sparse = config.size("first_k_dense_replace", 0..=LAYERS_MAX)?;
+        let first_sparse = config.size("first_k_dense_replace", 0..=MAX_LAYERS)?;
         let kind = |layer| {
             if layer < first_sparse { dense } else { MlpKind::Sparse }
         };
@@ -352,6 +358,11 @@ impl<'a> Fields<'a> {
 
     fn size_or(&self, field: &str, range: std::ops::RangeInclusive<usize>, absent: usize) -> Result<usize> {
         if self.get(field).is_none() { Ok(absent) } else { self.size(field, range) }
+    }
+
+    /// A size that is a product of others.
+    fn within(&self, product: &str, value: usize, most: usize) -> Result<()> {
+        if value <= most { Ok(()) } else { Err(self.bad(product, &format!("at most {most}"), &value.to_string())) }
     }
 
     fn positive(&self, field: &str) -> Result<f64> {

@@ -168,6 +168,12 @@ pub enum CheckpointError {
         /// Parameters of what is there.
         found: String,
     },
+    /// Another conversion is writing into the destination.
+    #[error("another conversion is writing into {}", dir.display())]
+    ConvertBusy {
+        /// Destination directory.
+        dir: PathBuf,
+    },
     /// The destination holds something this conversion did not write.
     #[error("{} already holds {}, which this conversion did not write", dir.display(), file.display())]
     ConvertOccupied {
@@ -229,6 +235,7 @@ impl CheckpointError {
             CheckpointError::ConvertDiffers { .. } => {
                 "give the same parameters to continue, or another destination to start afresh"
             }
+            CheckpointError::ConvertBusy { .. } => "wait for it to end, or give another destination",
             CheckpointError::ConvertOccupied { .. } => "give an empty or new directory",
             CheckpointError::NoSpace { .. } => "free space, or give a destination on a larger drive",
         }

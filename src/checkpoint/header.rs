@@ -5,6 +5,7 @@
 
 use super::error::{CheckpointError, Result, io_error};
 use super::tensors::{Dtype, TensorInfo};
+use crate::limits::{MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_NAME_BYTES};
 use millstream_io::FileId;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use std::borrow::Cow;
@@ -14,12 +15,6 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Longest header that is read, as in the format's own library.
-pub const HEADER_BYTES_MAX: u64 = 100_000_000;
-/// Longest name of a tensor, in bytes.
-const NAME_BYTES_MAX: usize = 1024;
-/// Most dimensions of a tensor.
-const RANK_MAX: usize = 8;
 /// Key of the map of format names in a container's metadata.
 pub(crate) const STAMP_KEY: &str = "colibri.fmt";
 
@@ -51,8 +46,8 @@ pub(crate) fn read(path: &Path, file: FileId) -> Result<Header> {
     }
     shard.read_exact_at(&mut prefix, 0).map_err(io_error("read", path))?;
     let header_bytes = u64::from_le_bytes(prefix);
-    if header_bytes > HEADER_BYTES_MAX {
-        let expected = format!("at most {HEADER_BYTES_MAX} bytes");
+    if header_bytes > MAX_HEADER_BYTES {
+        let expected = format!("at most {MAX_HEADER_BYTES} bytes");
         return Err(fault(path, None, "header length", expected, format!("{header_bytes} bytes")));
     }
     if header_bytes > file_bytes - 8 {
@@ -86,8 +81,8 @@ pub(crate) fn parse(path: &Path, file: FileId, file_bytes: u64, json: &[u8]) -> 
 /// Type known, rank bounded, and shape times element size equal to the byte range.
 fn check_tensor(path: &Path, file: FileId, data_start: u64, name: &str, raw: RawTensor) -> Result<TensorInfo> {
     let bad = |what, expected: String, found: String| fault(path, Some(name), what, expected, found);
-    if name.len() > NAME_BYTES_MAX || name.contains(char::is_control) {
-        let expected = format!("at most {NAME_BYTES_MAX} bytes without control characters");
+    if name.len() > MAX_NAME_BYTES || name.contains(char::is_control) {
+        let expected = format!("at most {MAX_NAME_BYTES} bytes without control characters");
         return Err(bad("name", expected, format!("{} bytes", name.len())));
     }
     let [begin, end] = raw.data_offsets;
@@ -95,8 +90,8 @@ fn check_tensor(path: &Path, file: FileId, data_start: u64, name: &str, raw: Raw
         let known = "a known type (F32, BF16, F16, F8_E4M3, U8, ...)".to_owned();
         return Err(bad("dtype", known, clip(&raw.dtype)));
     };
-    if raw.shape.len() > RANK_MAX {
-        let expected = format!("at most {RANK_MAX} dimensions");
+    if raw.shape.len() > MAX_DIMENSIONS {
+        let expected = format!("at most {MAX_DIMENSIONS} dimensions");
         return Err(bad("shape", expected, format!("{} dimensions", raw.shape.len())));
     }
     if end < begin {

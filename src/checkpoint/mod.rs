@@ -21,11 +21,13 @@ pub use experts::{ExpertIndex, ExpertSource};
 pub use required::{Required, Shape};
 pub use tensors::{Dtype, TensorInfo, TensorMap};
 
+use crate::kernels::Format;
 use arch::IndexerKind;
 use container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
 use error::Result;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// Left in a directory while a conversion into it is not finished.
 pub(crate) const UNFINISHED_NAME: &str = ".millstream-convert.json";
@@ -45,6 +47,8 @@ pub struct Checkpoint {
     pub experts: ExpertIndex,
     notes: Vec<String>,
     fingerprint: u64,
+    formats: BTreeSet<Format>,
+    took: Duration,
 }
 
 impl Checkpoint {
@@ -56,6 +60,7 @@ impl Checkpoint {
 
     /// As [`Checkpoint::open`], with the list of small files that must be there.
     pub(crate) fn open_with(dir: &Path, small_files: &[&str]) -> Result<Checkpoint> {
+        let started = Instant::now();
         let shards = tensors::shard_paths(dir)?.len();
         let missing: Vec<String> =
             small_files.iter().filter(|name| !dir.join(name).exists()).map(|name| (*name).to_owned()).collect();
@@ -69,13 +74,17 @@ impl Checkpoint {
         let mut required = Checkpoint::required(&arch);
         let optional = required::mtp_optional(&arch);
         required.extend(optional.into_iter().filter(|tensor| tensors.get(&tensor.name).is_some()));
+        let mut formats = BTreeSet::new();
         for tensor in &required {
-            tensor.check(&tensors)?;
+            formats.extend(tensor.check(&tensors)?);
         }
         let experts = ExpertIndex::build(&arch, &tensors)?;
+        let of_experts = experts.layers.iter().flatten().flatten().flat_map(ExpertSource::matrices);
+        formats.extend(of_experts.map(|matrix| matrix.spec.format));
         notes.extend(unused_note(&arch, &tensors, &required));
         let fingerprint = fingerprint(dir, &tensors)?;
-        Ok(Checkpoint { dir: dir.to_owned(), arch, tensors, experts, notes, fingerprint })
+        let took = started.elapsed();
+        Ok(Checkpoint { dir: dir.to_owned(), arch, tensors, experts, notes, fingerprint, formats, took })
     }
 
     /// Every tensor the model needs besides its routed experts, by the vendor's names.
@@ -86,6 +95,16 @@ impl Checkpoint {
     /// Lines worth printing once: parts that are off, files and tensors that are ignored.
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+
+    /// Formats of the experts and of the other matrices that are used, without repeats.
+    pub fn formats(&self) -> impl Iterator<Item = Format> {
+        self.formats.iter().copied()
+    }
+
+    /// How long opening took: the first part of loading a model.
+    pub fn took(&self) -> Duration {
+        self.took
     }
 
     /// Identifies the model by configuration and headers, for files kept elsewhere about it.

@@ -3,6 +3,7 @@
 use super::arch::{Arch, IndexerKind, LayerArch, MlpKind};
 use super::error::Result;
 use super::tensors::TensorMap;
+use crate::kernels::Format;
 
 /// Shape of a required tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,11 +48,11 @@ pub struct Required {
 }
 
 impl Required {
-    /// Checks that the tensor exists with this shape and a format that can be read.
-    pub fn check(&self, tensors: &TensorMap) -> Result<()> {
+    /// Checks that the tensor exists with this shape and a format that can be read; returns the format of a matrix.
+    pub fn check(&self, tensors: &TensorMap) -> Result<Option<Format>> {
         match self.shape {
-            Shape::Vector(len) => tensors.vector(&self.name, len).map(|_| ()),
-            Shape::Matrix { rows, cols } => tensors.matrix(&self.name, rows, cols).map(|_| ()),
+            Shape::Vector(len) => tensors.vector(&self.name, len).map(|_| None),
+            Shape::Matrix { rows, cols } => tensors.matrix(&self.name, rows, cols).map(|found| Some(found.spec.format)),
         }
     }
 }

@@ -7,8 +7,10 @@ use clap::{Parser, Subcommand};
 
 use millstream_io::{DeviceKind, IoMode};
 
+use crate::checkpoint::convert::Width;
 use crate::engine::{Activations, AttentionForm, Dsa};
 use crate::kernels::Isa;
+use crate::limits::{MAX_CONTEXT, MAX_THREADS};
 
 use super::size;
 
@@ -144,17 +146,17 @@ pub struct ConvertArgs {
     #[arg(value_name = "DST")]
     pub destination: PathBuf,
     /// Width of the routed experts [default: 4]
-    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
-    pub experts: Option<u8>,
+    #[arg(long, value_name = "BITS")]
+    pub experts: Option<Width>,
     /// Width of attention, dense and shared layers; 4 halves what stays in memory [default: 8]
-    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
-    pub dense: Option<u8>,
+    #[arg(long, value_name = "BITS")]
+    pub dense: Option<Width>,
     /// Width of embeddings and output head [default: 8]
-    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
-    pub io_bits: Option<u8>,
+    #[arg(long, value_name = "BITS")]
+    pub io_bits: Option<Width>,
     /// Width of the multi-token-prediction layer [default: 8]
-    #[arg(long, value_name = "BITS", value_parser = parse_bits)]
-    pub mtp: Option<u8>,
+    #[arg(long, value_name = "BITS")]
+    pub mtp: Option<Width>,
     /// Columns that share a scale in 4-bit matrices [default: a whole row]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub group: Option<u16>,
@@ -239,11 +241,6 @@ impl<T: Copy + PartialEq> Choices<T> {
     }
 }
 
-/// Most threads that can be asked for.
-const THREADS_MAX: usize = 1024;
-/// Longest context that can be asked for.
-const CONTEXT_MAX: usize = 1 << 24;
-
 /// Reads `--seed`; -1 is the field's way of asking for a random one.
 pub fn parse_seed(text: &str) -> Result<Seed, String> {
     match text {
@@ -262,11 +259,11 @@ pub fn parse_ram(text: &str) -> Result<Ram, String> {
 
 /// Reads `--threads`.
 pub fn parse_threads(text: &str) -> Result<usize, String> {
-    in_range(text, 1, THREADS_MAX)
+    in_range(text, 1, MAX_THREADS)
 }
 
 fn parse_context(text: &str) -> Result<usize, String> {
-    in_range(text, 1, CONTEXT_MAX)
+    in_range(text, 1, MAX_CONTEXT)
 }
 
 fn parse_kernels(text: &str) -> Result<KernelChoice, String> {
@@ -274,16 +271,6 @@ fn parse_kernels(text: &str) -> Result<KernelChoice, String> {
         Ok(KernelChoice::Auto)
     } else {
         text.parse::<Isa>().map(KernelChoice::Isa).map_err(|e| e.to_string())
-    }
-}
-
-fn parse_bits(text: &str) -> Result<u8, String> {
-    match text {
-        "16" => Ok(16),
-        "8" => Ok(8),
-        "4" => Ok(4),
-        "2" => Ok(2),
-        _ => Err("a width is 16, 8, 4 or 2 bits".into()),
     }
 }
 
@@ -332,6 +319,16 @@ mod tests {
             let arguments = ["millstream"].iter().chain(bad);
             let refused = Args::try_parse_from(arguments).expect_err("refused");
             assert_eq!(refused.exit_code(), 2, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn what_can_be_asked_for_is_what_the_engine_can_have() {
+        for (flag, most) in [("-t", 1024u64), ("-c", 2_097_152)] {
+            let typed = |n: u64| Args::try_parse_from(["millstream", "run", flag, &n.to_string()]);
+            assert!(typed(most).is_ok() && typed(1).is_ok(), "{flag}");
+            let refused = typed(most + 1).unwrap_err().to_string();
+            assert!(refused.contains(&format!("from 1 to {most}")), "{refused}");
         }
     }
 

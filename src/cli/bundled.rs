@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::convert::{ConvertOptions, convert};
+use crate::checkpoint::convert::{ConvertOptions, convert_opened};
 
 use super::machine::Machine;
 use super::{Failure, render, size};
@@ -38,16 +38,15 @@ pub fn find(machine: &Machine) -> Result<PathBuf, Failure> {
 ///
 /// A conversion is made in a directory of its own and renamed: whoever finds the final name finds a whole container,
 /// also when two processes begin at once.
-pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBuf, Failure> {
-    let checkpoint = Checkpoint::open(source).map_err(|e| Failure::of(&e).hint(e.hint()))?;
+pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<Checkpoint, Failure> {
+    let source = open(source)?;
     let options = ConvertOptions::default();
-    let version = env!("CARGO_PKG_VERSION");
-    let name = format!("glm-tales-{}-e4-d8-v{version}-{CONVERSION}", checkpoint.fingerprint_hex());
+    let name = container_name(&source.fingerprint_hex(), &options);
     let cache = cache_dir(machine)?;
     let container = cache.join(&name);
     if container.join("config.json").is_file() {
         match Checkpoint::open(&container) {
-            Ok(_) => return Ok(container),
+            Ok(checkpoint) => return Ok(checkpoint),
             Err(damaged) => {
                 render::note(quiet, &format!("the converted model is damaged and made anew: {damaged}"));
                 let aside = scratch(&cache, &name)?;
@@ -66,7 +65,7 @@ pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBu
     let scratch = scratch(&cache, &name)?;
     let made = scratch.join("model");
     let waiting = render::Waiting::begin("converting", quiet);
-    let report = convert(source, &made, &options, &mut |_| {}).map_err(|e| {
+    let report = convert_opened(&source, &made, &options, &mut |_| {}).map_err(|e| {
         let failure = Failure::of(&e).hint(e.hint());
         let _ = fs::remove_dir_all(&scratch);
         failure
@@ -87,7 +86,18 @@ pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<PathBu
         quiet,
         &format!("converted in {took:.1} s, {}; later runs use it as it is", size::show(report.bytes_total)),
     );
-    Ok(container)
+    open(&container)
+}
+
+/// Opens the model in `dir`.
+pub fn open(dir: &Path) -> Result<Checkpoint, Failure> {
+    Checkpoint::open(dir).map_err(|e| Failure::of(&e).hint(e.hint()))
+}
+
+/// The name of a container in the cache: everything that decides its bytes, so that none of it can change under a name.
+fn container_name(fingerprint: &str, options: &ConvertOptions) -> String {
+    let parameters = options.parameters().replace('=', "").replace(' ', "-");
+    format!("glm-tales-{fingerprint}-{parameters}-v{}-{CONVERSION}", env!("CARGO_PKG_VERSION"))
 }
 
 /// `$XDG_CACHE_HOME/millstream`, else `~/.cache/millstream`, else a directory of this user among the temporary files:
@@ -204,6 +214,27 @@ mod tests {
         let machine = machine(root.path(), &[]);
         std::os::unix::fs::symlink(&elsewhere, root.path().join(format!("millstream-{}", machine.uid))).unwrap();
         assert!(cache_dir(&machine).is_err());
+    }
+
+    #[test]
+    fn another_option_is_another_name_in_the_cache() {
+        use crate::checkpoint::convert::Width;
+        let default = ConvertOptions::default();
+        let names = [
+            container_name("0", &default),
+            container_name("1", &default),
+            container_name("0", &ConvertOptions { experts: Width::Bits2, ..default.clone() }),
+            container_name("0", &ConvertOptions { dense: Width::Bits4, ..default.clone() }),
+            container_name("0", &ConvertOptions { io_bits: Width::Bits4, ..default.clone() }),
+            container_name("0", &ConvertOptions { mtp: Width::Bits4, ..default.clone() }),
+            container_name("0", &ConvertOptions { indexer: Width::Bits4, ..default.clone() }),
+            container_name("0", &ConvertOptions { group: Some(64), ..default.clone() }),
+            container_name("0", &ConvertOptions { repack: true, ..default }),
+        ];
+        let distinct: std::collections::BTreeSet<&String> = names.iter().collect();
+        assert_eq!(distinct.len(), names.len(), "{names:?}");
+        let safe = |c: char| c.is_ascii_alphanumeric() || "-.".contains(c);
+        assert!(names.iter().all(|name| name.chars().all(safe) && name.len() < 128), "{names:?}");
     }
 
     #[test]

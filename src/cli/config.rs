@@ -1,7 +1,7 @@
 //! Everything decided: flags and machine in, settings out, each with where it came from.
 
 use std::fmt::Display;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use millstream_io::{DeviceKind, IoMode};
 use serde_json::Value as Json;
@@ -149,8 +149,8 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
 }
 
 impl RunConfig {
-    /// What the engine needs, for the model in `dir` and a context of `context` tokens.
-    pub fn engine(&self, dir: &Path, context: usize) -> EngineConfig {
+    /// What the engine needs, for a context of `context` tokens.
+    pub fn engine(&self, context: usize) -> EngineConfig {
         EngineConfig {
             io: self.io,
             device: self.device,
@@ -161,7 +161,7 @@ impl RunConfig {
             activations: self.activations,
             attention: self.attention,
             dsa: self.dsa,
-            ..EngineConfig::new(dir, self.available)
+            ..EngineConfig::new(self.available)
         }
     }
 
@@ -305,6 +305,7 @@ mod tests {
     use clap::Parser;
     use std::collections::BTreeMap;
     use std::ffi::OsString;
+    use std::path::Path;
 
     fn machine(environment: &[(&str, &str)]) -> Machine {
         let environment: BTreeMap<String, OsString> =
@@ -331,7 +332,7 @@ mod tests {
         assert_eq!(origin(&config, "ram"), ("1073741824".into(), "MILLSTREAM_RAM"));
         assert_eq!(origin(&config, "io"), ("auto".into(), "default"));
         assert_eq!(origin(&config, "temp"), ("0.7".into(), "default"));
-        let engine = config.engine(Path::new("/m"), 10);
+        let engine = config.engine(10);
         assert_eq!((engine.threads, engine.memory, engine.context), (5, Memory::Total(Some(1 << 30)), Some(10)));
         let config = decided(&[], &[]).unwrap();
         assert_eq!(origin(&config, "threads"), ("3".into(), "cores this process may use"));

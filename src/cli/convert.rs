@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::checkpoint::convert::{ConvertOptions, Progress, Width, convert as convert_checkpoint};
+use crate::checkpoint::convert::{ConvertOptions, Progress, convert as convert_checkpoint};
 
 use super::args::ConvertArgs;
 use super::{Done, Failure, render, size};
@@ -40,19 +40,43 @@ pub fn convert(args: &ConvertArgs) -> Result<Done, Failure> {
 
 fn options(args: &ConvertArgs) -> ConvertOptions {
     let default = ConvertOptions::default();
-    let or = |bits: Option<u8>, default: Width| match bits {
-        Some(16) => Width::Bits16,
-        Some(8) => Width::Bits8,
-        Some(4) => Width::Bits4,
-        Some(2) => Width::Bits2,
-        _ => default,
-    };
     ConvertOptions {
-        experts: or(args.experts, default.experts),
-        dense: or(args.dense, default.dense),
-        io_bits: or(args.io_bits, default.io_bits),
-        mtp: or(args.mtp, default.mtp),
+        experts: args.experts.unwrap_or(default.experts),
+        dense: args.dense.unwrap_or(default.dense),
+        io_bits: args.io_bits.unwrap_or(default.io_bits),
+        mtp: args.mtp.unwrap_or(default.mtp),
         group: args.group.or(default.group),
         ..default
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::convert::Width;
+    use crate::cli::args::{Args, Command};
+    use clap::Parser;
+
+    fn typed(flags: &[&str]) -> Result<ConvertOptions, clap::Error> {
+        let arguments = ["millstream", "convert", "a", "b"].iter().chain(flags);
+        match Args::try_parse_from(arguments)?.command {
+            Command::Convert(args) => Ok(options(&args)),
+            _ => panic!("another command"),
+        }
+    }
+
+    #[test]
+    fn every_width_that_parses_is_the_width_that_is_written() {
+        let widths = [("2", Width::Bits2), ("4", Width::Bits4), ("8", Width::Bits8), ("16", Width::Bits16)];
+        for (text, width) in widths {
+            let options = typed(&["--experts", text, "--dense", text, "--io-bits", text, "--mtp", text]).unwrap();
+            let ConvertOptions { experts, dense, io_bits, mtp, .. } = options;
+            assert_eq!([experts, dense, io_bits, mtp], [width; 4]);
+        }
+        assert_eq!(typed(&[]).unwrap(), ConvertOptions::default());
+        for text in ["3", "32", "04", "int4", ""] {
+            let refused = typed(&["--experts", text]).unwrap_err().to_string();
+            assert!(refused.contains("a width is 2, 4, 8 or 16"), "{refused}");
+        }
     }
 }

@@ -12,7 +12,7 @@ use super::config::Setting;
 use super::size;
 
 /// Nothing takes longer than this without a word.
-const SILENCE_MAX: Duration = Duration::from_secs(5);
+const SILENCE: Duration = Duration::from_secs(5);
 /// A line of progress on a terminal changes this often.
 const REDRAW: Duration = Duration::from_millis(200);
 
@@ -44,7 +44,7 @@ impl Progress {
 
     /// Shows the line `text` makes, when it is time to.
     pub fn show(&mut self, text: impl FnOnce() -> String) {
-        let pause = if self.terminal { REDRAW } else { SILENCE_MAX };
+        let pause = if self.terminal { REDRAW } else { SILENCE };
         if self.quiet || self.last.elapsed() < pause {
             return;
         }
@@ -77,7 +77,7 @@ impl Waiting {
         let (stop, stopped) = mpsc::channel();
         let begun = Instant::now();
         let thread = std::thread::Builder::new().name("waiting".into()).spawn(move || {
-            while stopped.recv_timeout(SILENCE_MAX) == Err(RecvTimeoutError::Timeout) {
+            while stopped.recv_timeout(SILENCE) == Err(RecvTimeoutError::Timeout) {
                 stderr(&format!("{what}: {:.0} s so far\n", begun.elapsed().as_secs_f64()));
             }
         });

@@ -4,14 +4,14 @@ use std::io::{IsTerminal, Read, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-use crate::checkpoint::{Arch, Checkpoint, Shape};
+use crate::checkpoint::Arch;
 use crate::engine::stats::Stats;
 use crate::engine::stop::StopMatcher;
 use crate::engine::{Engine, EngineError, Finish, Job, Outcome};
+use crate::limits::MAX_PROMPT_BYTES;
 use crate::model::template::{ChatTemplate, Message, RenderOptions, Role};
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 
@@ -21,9 +21,6 @@ use super::machine::Machine;
 use super::printer::{Printer, Show};
 use super::{Done, Failure, bundled, render, size};
 
-/// Longest prompt that is read, in bytes: more than any context holds.
-const PROMPT_BYTES_MAX: u64 = 256 << 20;
-
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     let mut config = config::decide(args, machine)?;
@@ -32,11 +29,11 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     if let Some(path) = &args.stats_json {
         check_writable(path)?;
     }
-    let dir = match &config.model {
-        ModelChoice::Dir(dir) => dir.clone(),
+    let checkpoint = match &config.model {
+        ModelChoice::Dir(dir) => bundled::open(dir)?,
         ModelChoice::Bundled(source) => bundled::container(source, machine, args.quiet)?,
     };
-    let checkpoint = Checkpoint::open(&dir).map_err(|e| Failure::of(&e).hint(e.hint()))?;
+    let dir = checkpoint.dir.clone();
     let tokenizer = open_tokenizer(&dir, args.ids)?;
     let prompt = match (typed_ids, &tokenizer) {
         (Some(ids), _) => check_ids(ids, &checkpoint.arch)?,
@@ -54,11 +51,10 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
         let (limit, room) = (&memory.source, size::show(memory.available));
         render::note(args.quiet, &format!("the {limit} leaves {room}, less than the machine has: that is what counts"));
     }
-    let start = Instant::now();
+    let formats = checkpoint.formats().map(|format| format.to_string()).collect();
     let waiting = render::Waiting::begin("loading the model", args.quiet);
-    let mut engine = Engine::open(&config.engine(&dir, context)).map_err(engine_failure)?;
+    let mut engine = Engine::open(checkpoint, &config.engine(context)).map_err(engine_failure)?;
     drop(waiting);
-    let load_s = start.elapsed().as_secs_f64();
     for line in engine.notes() {
         render::note(args.quiet, line);
     }
@@ -84,8 +80,8 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     }
     let outcome = outcome?;
     let mut stats = engine.stats();
-    complete(&mut stats, &outcome, &config, machine, &checkpoint);
-    stats.load_s = load_s;
+    complete(&mut stats, &outcome, &config, machine, &dir);
+    stats.model.formats = formats;
     stats.text = printer.text().to_owned();
     stats.stop_string = printer.stopped_by().map(str::to_owned);
     drop(printer);
@@ -119,9 +115,9 @@ fn read_prompt(args: &RunArgs) -> Result<String, Failure> {
     let read = |source: &mut dyn Read, name: &str| {
         let mut bytes = Vec::new();
         let cannot = |cause: String| Failure::usage(format!("cannot read the prompt from {name}")).cause(cause);
-        source.take(PROMPT_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(|e| cannot(e.to_string()))?;
-        if bytes.len() as u64 > PROMPT_BYTES_MAX {
-            return Err(cannot(format!("it is longer than {PROMPT_BYTES_MAX} bytes")));
+        source.take(MAX_PROMPT_BYTES + 1).read_to_end(&mut bytes).map_err(|e| cannot(e.to_string()))?;
+        if bytes.len() as u64 > MAX_PROMPT_BYTES {
+            return Err(cannot(format!("it is longer than {MAX_PROMPT_BYTES} bytes")));
         }
         let mut text = String::from_utf8(bytes).map_err(|e| cannot(format!("it is not UTF-8: {e}")))?;
         // Files and pipes end in a newline that nobody means.
@@ -249,14 +245,13 @@ fn split_stops(
     Ok((ids, stops))
 }
 
-fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machine: &Machine, checkpoint: &Checkpoint) {
+fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machine: &Machine, dir: &Path) {
     stats.settings = config.settings.iter().map(|s| (s.name.to_owned(), s.value.clone())).collect();
-    stats.model.dir = checkpoint.dir.display().to_string();
-    stats.model.formats = formats(checkpoint);
+    stats.model.dir = dir.display().to_string();
     stats.machine.cpu = machine.cpu.clone();
     stats.machine.ram = machine.memory.total;
     stats.machine.kernel = machine.kernel.clone();
-    stats.machine.fs = machine.file_system(&checkpoint.dir);
+    stats.machine.fs = machine.file_system(dir);
     stats.memory.rss_peak = machine.peak_rss();
     stats.ids = outcome.ids.clone();
     stats.tokens = outcome.ids.len();
@@ -266,18 +261,6 @@ fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machine: &
         Finish::Interrupted => "interrupted",
     };
     stats.derive();
-}
-
-/// Storage formats of the experts and of the other matrices, without repeats.
-fn formats(checkpoint: &Checkpoint) -> Vec<String> {
-    let experts = checkpoint.experts.layers.iter().flatten().flatten();
-    let of_experts = experts.flat_map(|expert| expert.matrices().map(|matrix| matrix.spec.format));
-    let others = Checkpoint::required(&checkpoint.arch).into_iter().filter_map(|tensor| match tensor.shape {
-        Shape::Matrix { rows, cols } => Some(checkpoint.tensors.matrix(&tensor.name, rows, cols).ok()?.spec.format),
-        Shape::Vector(_) => None,
-    });
-    let distinct: std::collections::BTreeSet<_> = of_experts.chain(others).collect();
-    distinct.into_iter().map(|format| format.to_string()).collect()
 }
 
 fn report(args: &RunArgs, stats: &Stats, config: &RunConfig) -> Result<(), Failure> {

@@ -1,7 +1,5 @@
 //! Everything an engine is opened with.
 
-use std::path::PathBuf;
-
 use millstream_io::{DeviceKind, IoMode};
 
 use super::EngineError;
@@ -49,8 +47,6 @@ pub enum Memory {
 /// Everything an engine is opened with. Nothing here is looked up anywhere else.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineConfig {
-    /// Model directory.
-    pub dir: PathBuf,
     /// How expert files are read.
     pub io: IoMode,
     /// What reads them.
@@ -94,10 +90,9 @@ impl EngineConfig {
         }
     }
 
-    /// The defaults of `run` for the model in `dir`, with one compute thread and `available_bytes` of memory.
-    pub fn new(dir: impl Into<PathBuf>, available_bytes: u64) -> EngineConfig {
+    /// The defaults of `run`, with one compute thread and `available_bytes` of memory.
+    pub fn new(available_bytes: u64) -> EngineConfig {
         EngineConfig {
-            dir: dir.into(),
             io: IoMode::Auto,
             device: DeviceKind::Auto,
             depth_bytes: None,

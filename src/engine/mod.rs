@@ -17,7 +17,6 @@ use crate::checkpoint::Checkpoint;
 use crate::checkpoint::arch::Arch;
 use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, shape_of};
 use crate::kernels::{Kernels, Team};
-use crate::limits::MAX_CONTEXT;
 use crate::meter::Meter;
 use crate::model::resident::Plan;
 pub use crate::ops::Activations;
@@ -59,22 +58,21 @@ pub struct Engine {
 pub type OpenDevice<'a> = &'a dyn Fn(&Arc<FileSet>, &SlabPool) -> Result<Box<dyn Device>, EngineError>;
 
 impl Engine {
-    /// Checks the model, divides memory, loads resident weights and opens the expert store.
-    pub fn open(config: &EngineConfig) -> Result<Engine, EngineError> {
+    /// Divides memory, loads resident weights and opens the expert store of a model that is opened and checked.
+    pub fn open(checkpoint: Checkpoint, config: &EngineConfig) -> Result<Engine, EngineError> {
         let defaults = DeviceConfig::default();
         let device = DeviceConfig {
             kind: config.device,
             depth_bytes: config.depth_bytes.unwrap_or(defaults.depth_bytes),
             ..defaults
         };
-        Engine::open_with(config, &|files, pool| Ok(open_device(&device, files.clone(), pool)?))
+        Engine::open_with(checkpoint, config, &|files, pool| Ok(open_device(&device, files.clone(), pool)?))
     }
 
     /// As [`Engine::open`], reading experts through the device that `device` makes.
-    pub fn open_with(config: &EngineConfig, device: OpenDevice) -> Result<Engine, EngineError> {
+    pub fn open_with(checkpoint: Checkpoint, config: &EngineConfig, device: OpenDevice) -> Result<Engine, EngineError> {
         let started = Instant::now();
         config.check()?;
-        let checkpoint = Checkpoint::open(&config.dir)?;
         let arch = &checkpoint.arch;
         let context = context_of(config, arch)?;
         let sparse = sparse_of(config, arch, context)?;
@@ -109,7 +107,7 @@ impl Engine {
                 },
                 activations: room.bytes(),
                 slab: SlabPool::stride_bytes(table.slab_bytes()) as u64,
-                experts: table.len() as u64,
+                experts: table.experts() as u64,
             },
         )?;
 
@@ -124,6 +122,7 @@ impl Engine {
         notes.extend(device.describe().notes.iter().cloned());
         let device_before = device.stats();
 
+        let opened_in = checkpoint.took();
         let arch = checkpoint.arch;
         let compute = Compute { kernels, team: Team::new(threads), activations: config.activations };
         Ok(Engine {
@@ -138,7 +137,7 @@ impl Engine {
             budget,
             notes,
             files,
-            load: started.elapsed(),
+            load: opened_in + started.elapsed(),
             times: Times::default(),
             device_before,
             model: Model { rope, compute, arch, resident, sparse },
@@ -177,7 +176,7 @@ impl Engine {
 }
 
 fn context_of(config: &EngineConfig, arch: &Arch) -> Result<usize, EngineError> {
-    let most = arch.max_context.min(MAX_CONTEXT);
+    let most = arch.max_context;
     match config.context {
         None => Ok(most.min(config::DEFAULT_CONTEXT)),
         Some(asked) if (1..=most).contains(&asked) => Ok(asked),

@@ -8,10 +8,12 @@
 //! The random number of a position depends on the seed and the position alone, so whoever knows both can tell which
 //! token would be drawn without having drawn the ones before.
 
+use crate::limits::MAX_TEMPERATURE;
+
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Sampling {
-    /// 0 is greedy; at most [`TEMPERATURE_MAX`].
+    /// 0 is greedy; at most [`MAX_TEMPERATURE`].
     pub temperature: f32,
     /// Most likely tokens that stay; 0 is all.
     pub top_k: usize,
@@ -22,9 +24,6 @@ pub struct Sampling {
     /// Same seed, same tokens.
     pub seed: u64,
 }
-
-/// Temperatures above this only produce noise.
-pub const TEMPERATURE_MAX: f32 = 100.0;
 
 impl Default for Sampling {
     /// The vendor's 1.0 and 0.95 are milder than this: the tail of a quantized model is mostly quantization noise.
@@ -54,7 +53,7 @@ impl Sampling {
     /// Refuses what has no meaning, NaN included.
     pub fn check(&self) -> Result<(), SamplingError> {
         let check = |ok: bool, name, value, range| if ok { Ok(()) } else { Err(SamplingError { name, value, range }) };
-        let temperature_ok = (0.0..=TEMPERATURE_MAX).contains(&self.temperature);
+        let temperature_ok = (0.0..=MAX_TEMPERATURE).contains(&self.temperature);
         check(temperature_ok, "temperature", self.temperature, "between 0 (greedy) and 100")?;
         check(self.top_p > 0.0 && self.top_p <= 1.0, "top-p", self.top_p, "above 0 and at most 1")?;
         check((0.0..=1.0).contains(&self.min_p), "min-p", self.min_p, "between 0 and 1")

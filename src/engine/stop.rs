@@ -3,6 +3,8 @@
 //! Pure. The answer ends just before the stop string whose last byte comes first (of those that end together, before
 //! the longest), so the result does not depend on how the text was cut into tokens.
 
+use crate::limits::{MAX_STOP_BYTES, MAX_STOPS};
+
 /// Why a list of stop strings is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StopError {
@@ -10,23 +12,18 @@ pub enum StopError {
     #[error("a stop string is empty")]
     Empty,
     /// A stop string longer than any use of one.
-    #[error("a stop string has {bytes} bytes; at most {STOP_BYTES_MAX} are allowed")]
+    #[error("a stop string has {bytes} bytes; at most {MAX_STOP_BYTES} are allowed")]
     TooLong {
         /// Its length.
         bytes: usize,
     },
     /// More stop strings than any use of them.
-    #[error("{count} stop strings are given; at most {STOPS_MAX} are allowed")]
+    #[error("{count} stop strings are given; at most {MAX_STOPS} are allowed")]
     TooMany {
         /// How many there are.
         count: usize,
     },
 }
-
-/// Stop strings a generation may have.
-pub const STOPS_MAX: usize = 64;
-/// Bytes a stop string may have. Text is held back for at most this long.
-pub const STOP_BYTES_MAX: usize = 1024;
 
 /// Watches streamed text for stop strings.
 #[derive(Clone, Debug)]
@@ -51,18 +48,18 @@ pub enum Pushed<'a> {
 impl StopMatcher {
     /// A matcher for `stops`, possibly none.
     pub fn new(stops: Vec<String>) -> Result<StopMatcher, StopError> {
-        if stops.len() > STOPS_MAX {
+        if stops.len() > MAX_STOPS {
             return Err(StopError::TooMany { count: stops.len() });
         }
         for stop in &stops {
             match stop.len() {
                 0 => return Err(StopError::Empty),
-                bytes if bytes > STOP_BYTES_MAX => return Err(StopError::TooLong { bytes }),
+                bytes if bytes > MAX_STOP_BYTES => return Err(StopError::TooLong { bytes }),
                 _ => {}
             }
         }
         let longest = stops.iter().map(String::len).max().unwrap_or(0);
-        Ok(StopMatcher { stops, longest, buffer: String::with_capacity(4 * STOP_BYTES_MAX), shown: 0, matched: None })
+        Ok(StopMatcher { stops, longest, buffer: String::with_capacity(4 * MAX_STOP_BYTES), shown: 0, matched: None })
     }
 
     /// Adds text and returns what may be shown now. After a `Stop`, everything more is ignored.

@@ -4,6 +4,8 @@
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
+use crate::limits::MAX_JSON_DEPTH;
+
 /// Keyword arguments of `tojson`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Style {
@@ -15,9 +17,6 @@ pub struct Style {
     pub sort_keys: bool,
 }
 
-/// Deepest nesting that is printed.
-const DEPTH_MAX: usize = 200;
-
 /// Prints `value`.
 pub fn dump(value: &Value, style: Style) -> Result<String, Error> {
     let mut out = String::new();
@@ -26,7 +25,7 @@ pub fn dump(value: &Value, style: Style) -> Result<String, Error> {
 }
 
 fn write(out: &mut String, value: &Value, style: Style, depth: usize) -> Result<(), Error> {
-    if depth > DEPTH_MAX {
+    if depth > MAX_JSON_DEPTH {
         return Err(Error::new(ErrorKind::InvalidOperation, "tojson: nested too deeply"));
     }
     match value.kind() {

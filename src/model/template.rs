@@ -15,13 +15,8 @@ use serde_json::Value as Json;
 
 use super::pyjson;
 use super::tokenizer::ControlTokens;
+use crate::limits::{MAX_SMALL_FILE_BYTES, MAX_TEMPLATE_BYTES, MAX_TEMPLATE_STEPS};
 
-/// Largest template that is read: a hundred times the largest published one.
-const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
-/// Largest `tokenizer_config.json` that is searched for a template.
-const CONFIG_BYTES_MAX: u64 = 64 << 20;
-/// Instructions a template may execute: a published template uses a few hundred for each message.
-const FUEL: u64 = 50_000_000;
 /// First of the private-use characters that stand in for the beginnings of control tokens.
 const STAND_IN_FIRST: u32 = 0xF_0000;
 const NAME: &str = "chat_template";
@@ -171,11 +166,11 @@ impl ChatTemplate {
     /// Reads `chat_template.jinja` of the model directory `dir`, else the template in `tokenizer_config.json`.
     pub fn open(dir: &Path) -> Result<ChatTemplate, TemplateError> {
         let path = dir.join("chat_template.jinja");
-        if let Some(source) = read_optional(&path, TEMPLATE_BYTES_MAX)? {
+        if let Some(source) = read_optional(&path, MAX_TEMPLATE_BYTES)? {
             return ChatTemplate::compile(source).map_err(|source| TemplateError::Syntax { path, source });
         }
         let path = dir.join("tokenizer_config.json");
-        let Some(json) = read_optional(&path, CONFIG_BYTES_MAX)? else {
+        let Some(json) = read_optional(&path, MAX_SMALL_FILE_BYTES)? else {
             return Err(TemplateError::Missing { dir: dir.to_owned() });
         };
         let source = match template_of_config(&json) {
@@ -192,7 +187,7 @@ impl ChatTemplate {
         environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
         environment.set_auto_escape_callback(|_| AutoEscape::None);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.set_fuel(Some(FUEL));
+        environment.set_fuel(Some(MAX_TEMPLATE_STEPS));
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });

@@ -10,11 +10,7 @@ use std::path::{Path, PathBuf};
 use tokenizers::AddedToken;
 
 use super::template::Rendered;
-
-/// Largest `tokenizer.json` that is read: several times the largest published one.
-const FILE_BYTES_MAX: u64 = 256 << 20;
-/// Ids at or above this are a damaged file: the largest published vocabularies have about 260,000 entries.
-const ID_MAX: u32 = 1 << 22;
+use crate::limits::{MAX_TOKENIZER_BYTES, MAX_VOCAB};
 
 /// Why a tokenizer cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -35,7 +31,7 @@ pub enum TokenizerError {
         source: std::io::Error,
     },
     /// The file is larger than any tokenizer.
-    #[error("{} has {bytes} bytes, more than the {FILE_BYTES_MAX} a tokenizer may have", path.display())]
+    #[error("{} has {bytes} bytes, more than the {MAX_TOKENIZER_BYTES} a tokenizer may have", path.display())]
     TooLarge {
         /// The file.
         path: PathBuf,
@@ -98,7 +94,7 @@ impl Tokenizer {
             }
             Err(source) => return Err(TokenizerError::Read { path, source }),
         };
-        if length > FILE_BYTES_MAX {
+        if length > MAX_TOKENIZER_BYTES {
             return Err(TokenizerError::TooLarge { path, bytes: length });
         }
         let json = match std::fs::read(&path) {
@@ -342,11 +338,11 @@ fn token_table(inner: &tokenizers::Tokenizer, control: &ControlTokens) -> Result
     let mut names: Vec<(u32, String)> = inner.get_vocab(true).into_iter().map(|(name, id)| (id, name)).collect();
     names.sort();
     let added = inner.get_added_tokens_decoder();
-    let size = names.last().map_or(0, |(id, _)| *id);
-    if size >= ID_MAX {
-        return Err(Why(format!("token id {size} is beyond any real vocabulary")));
+    let last = names.last().map_or(0, |(id, _)| *id as usize);
+    if last >= MAX_VOCAB {
+        return Err(Why(format!("token id {last} is beyond any real vocabulary")));
     }
-    let size = size as usize + 1;
+    let size = last + 1;
     let (mut ends, mut bytes, mut special) = (Vec::with_capacity(size), Vec::new(), vec![false; size]);
     for (id, name) in &names {
         // Ids without a token, and a second name for the same id, add no bytes.

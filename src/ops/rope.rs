@@ -1,6 +1,7 @@
 //! Rotary position embedding, interleaved: pairs `(2j, 2j + 1)` go in, halves come out.
 
 use super::room::Room;
+use crate::limits::MAX_ROPE;
 
 /// Cosines and sines for every position of a context.
 ///
@@ -12,7 +13,7 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// Tables for `positions` positions of vectors of `dim` values (even), with base `theta`.
+    /// Tables for `positions` positions of vectors of `dim` values (even, at most [`MAX_ROPE`]), with base `theta`.
     pub fn new(theta: f64, dim: usize, positions: usize, room: &mut Room) -> Rope {
         let half = dim / 2;
         let inverse: Vec<f32> = (0..half).map(|j| theta.powf(-(2.0 * j as f64) / dim as f64) as f32).collect();
@@ -25,9 +26,8 @@ impl Rope {
 
     /// Rotates the first `dim` values of `v` for `position`, in place.
     pub fn rotate(&self, v: &mut [f32], position: usize) {
-        const MAX_DIM: usize = 512;
         let (half, dim) = (self.half, 2 * self.half);
-        let mut pairs = [0.0f32; MAX_DIM];
+        let mut pairs = [0.0f32; MAX_ROPE];
         let pairs = &mut pairs[..dim];
         pairs.copy_from_slice(&v[..dim]);
         let (low, high) = v[..dim].split_at_mut(half);

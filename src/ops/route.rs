@@ -1,11 +1,13 @@
 //! The router's choice: sigmoid scores, a correction bias that only steers the choice, groups, normalized weights.
 
+use crate::limits::MAX_GROUPS;
+
 /// Rules of a router; see the manual's chapter on the model's arithmetic.
 #[derive(Clone, Copy, Debug)]
 pub struct RouteRule {
     /// Experts chosen a row.
     pub top_k: usize,
-    /// Groups of consecutive experts; 1 for none.
+    /// Groups of consecutive experts, at most [`MAX_GROUPS`]; 1 for none.
     pub groups: usize,
     /// Groups that stay eligible.
     pub top_groups: usize,
@@ -59,7 +61,6 @@ pub fn choose(
 
 /// Removes every group but the `top_groups` whose two best biased scores have the largest sum.
 fn mask_groups(rule: &RouteRule, biased: &mut [f32]) {
-    const MAX_GROUPS: usize = 256;
     let size = biased.len() / rule.groups;
     let mut sums = [f32::NEG_INFINITY; MAX_GROUPS];
     let sums = &mut sums[..rule.groups];

@@ -129,7 +129,7 @@ impl ExpertStore {
         let widest = table.widest_layer();
         ExpertStore {
             slots: (0..slots).map(|_| Content::Empty).collect(),
-            slot_of: vec![NO_SLOT; table.len()],
+            slot_of: vec![NO_SLOT; table.experts()],
             lru: Lru::new(slots),
             missing: VecDeque::with_capacity(widest),
             ready: VecDeque::with_capacity(widest),

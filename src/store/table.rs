@@ -70,13 +70,8 @@ impl ExpertTable {
     }
 
     /// Experts in all.
-    pub fn len(&self) -> usize {
+    pub fn experts(&self) -> usize {
         self.entries.len()
-    }
-
-    /// Whether the model has no routed expert.
-    pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
     }
 
     /// Experts of the layer that has most.

@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
+use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, EngineError, Job, Memory};
@@ -154,7 +155,7 @@ pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
         context: Some(256),
         activations: arithmetic.activations,
         attention: arithmetic.form,
-        ..EngineConfig::new(arithmetic.model.dir(), 1 << 32)
+        ..EngineConfig::new(1 << 32)
     }
 }
 
@@ -171,11 +172,11 @@ pub fn shuffled(seed: u64) -> SimConfig {
 }
 
 pub fn open(arithmetic: &Arithmetic, setup: &Setup) -> Result<Engine, EngineError> {
-    let config = config(arithmetic, setup);
+    let (checkpoint, config) = (Checkpoint::open(&arithmetic.model.dir())?, config(arithmetic, setup));
     match setup.reader {
-        Reader::Ring | Reader::Threads => Engine::open(&config),
+        Reader::Ring | Reader::Threads => Engine::open(checkpoint, &config),
         Reader::Shuffled(seed) => {
-            Engine::open_with(&config, &|files, pool| Ok(sim_device(&shuffled(seed), files.clone(), pool)?))
+            Engine::open_with(checkpoint, &config, &|files, pool| Ok(sim_device(&shuffled(seed), files.clone(), pool)?))
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use crate::mutate::Mutator;
 use millstream::checkpoint::{Arch, Checkpoint, TensorMap};
+use millstream::engine::{AttentionForm, Engine, EngineConfig, EngineError, Memory};
+use millstream::limits;
 use std::fs;
 use std::path::Path;
 
@@ -54,7 +56,11 @@ fn configs() {
         }
         if let Ok(arch) = Arch::parse(&config, Some(&generation)) {
             accepted += 1;
-            assert!(arch.layers.len() <= 4096 && arch.hidden > 0);
+            assert!(arch.layers.len() < limits::MAX_LAYERS && (1..=limits::MAX_HIDDEN).contains(&arch.hidden));
+            assert!(arch.attention.kv_rank <= limits::MAX_KV_RANK && arch.attention.rope <= limits::MAX_ROPE);
+            assert!(arch.attention.heads * arch.attention.value <= limits::MAX_COLUMNS);
+            assert!(arch.moe.groups <= limits::MAX_GROUPS && arch.moe.top_k <= limits::MAX_TOP_K);
+            assert!(arch.max_context <= limits::MAX_CONTEXT);
             assert!(arch.stop_ids.iter().all(|&id| (id as usize) < arch.vocab));
             assert!(arch.moe.top_k <= arch.moe.experts && arch.moe.experts % arch.moe.groups == 0);
             assert!(arch.rope_theta.is_finite() && arch.attention.rope % 2 == 0);
@@ -114,6 +120,34 @@ fn indexes() {
     assert!(accepted > 0);
 }
 
+/// Runs a few tokens in both forms of attention: an answer or an error, whatever the weights are taken for.
+fn run(dir: &Path) -> Result<(), EngineError> {
+    for attention in [AttentionForm::Absorbed, AttentionForm::Explicit] {
+        let checkpoint = Checkpoint::open(dir)?;
+        let arch = &checkpoint.arch;
+        // Beyond 16 positions the model's indexer selects.
+        let context = arch.max_context.min(20);
+        let prompt: Vec<u32> = (0..context).map(|i| (i % arch.vocab) as u32).collect();
+        let config = EngineConfig {
+            memory: Memory::Slabs(2),
+            context: Some(context),
+            prefill_rows: 8,
+            attention,
+            load_mtp: true,
+            ..EngineConfig::new(1 << 30)
+        };
+        let mut engine = Engine::open(checkpoint, &config)?;
+        engine.score(&prompt)?;
+        if context > 1 {
+            match engine.draft_scores(&prompt) {
+                Ok(_) | Err(EngineError::NoMtp) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn whole_models() {
     let dir = tempfile::tempdir().unwrap();
@@ -123,7 +157,7 @@ fn whole_models() {
     let config = fs::read(tiny().join("config.json")).unwrap();
     let shard = fs::read(tiny().join("model.safetensors")).unwrap();
     let header_bytes = u64::from_le_bytes(shard[..8].try_into().unwrap()) as usize;
-    let mut accepted = 0;
+    let (mut accepted, mut ran) = (0, 0);
     rounds(1_000, |mutator| {
         let mut config = config.clone();
         let mut header = shard[8..][..header_bytes].to_vec();
@@ -143,7 +177,8 @@ fn whole_models() {
                 assert_eq!(matrix.data.len, matrix.spec.data_bytes() as u64);
                 assert!(matrix.data.offset + matrix.data.len <= file.len() as u64);
             }
+            ran += u32::from(run(dir.path()).is_ok());
         }
     });
-    assert!(accepted > 0);
+    assert!(accepted > 0 && ran > 0, "{accepted} mutants opened and {ran} of them ran");
 }

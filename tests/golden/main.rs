@@ -27,6 +27,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
+use millstream::checkpoint::Checkpoint;
 use millstream::engine::sampler::Sampling;
 use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, Finish, Job};
 use reference::{Prompt, Reference};
@@ -36,14 +37,15 @@ use scores::{argmaxes, differing};
 /// place leave room for a relative error of 4e-6.
 const GATE_BOUND: f32 = 1e-5;
 
-fn config(model: &Path, form: AttentionForm) -> EngineConfig {
-    EngineConfig {
+fn open(model: &Path, form: AttentionForm) -> Engine {
+    let config = EngineConfig {
         activations: Activations::F32,
         attention: form,
         threads: 2,
         load_mtp: true,
-        ..EngineConfig::new(model, 1 << 30)
-    }
+        ..EngineConfig::new(1 << 30)
+    };
+    Engine::open(Checkpoint::open(model).unwrap(), &config).unwrap()
 }
 
 fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
@@ -65,7 +67,7 @@ fn greedy(engine: &mut Engine, prompt: &Prompt) -> Vec<u32> {
 
 /// Teacher-forced argmax, logits, greedy continuation and drafts of every prompt.
 fn forward(reference: &Reference, form: AttentionForm) {
-    let mut engine = Engine::open(&config(&reference.model, form)).unwrap();
+    let mut engine = open(&reference.model, form);
     let vocab = engine.arch().vocab;
     let bound = (2.0 * reference.rounding_max()).min(reference.margin_min() / 2.0);
     for (name, prompt) in &reference.expected() {
@@ -112,7 +114,7 @@ fn tiny_oracle_explicit() {
 /// Chosen experts and their weights, in every routed layer at every position of `name`.
 fn router(reference: &Reference, name: &str, form: AttentionForm) {
     let prompt = &reference.expected()[name];
-    let mut engine = Engine::open(&config(&reference.model, form)).unwrap();
+    let mut engine = open(&reference.model, form);
     let top_k = engine.arch().moe.top_k;
     let mut seen: std::collections::BTreeMap<String, (Vec<u16>, Vec<f32>)> = Default::default();
     engine

@@ -1,9 +1,9 @@
 //! Perplexity of held-out text against transformers: windows of 1024 ids, so that three quarters of the positions go sparse.
 
-use millstream::engine::{AttentionForm, Engine};
+use millstream::engine::AttentionForm;
 use serde::Deserialize;
 
-use super::config;
+use super::open;
 use super::reference::{Reference, WINDOW, file, windows};
 use super::scores::nll;
 
@@ -43,7 +43,7 @@ fn of_held_out_text() {
     let tokens = windows.len() * (WINDOW - 1);
     assert_eq!((original.context_1024.tokens, stable.tokens), (tokens, tokens));
 
-    let mut engine = Engine::open(&config(&Reference::glm_tales().model, AttentionForm::Auto)).unwrap();
+    let mut engine = open(&Reference::glm_tales().model, AttentionForm::Auto);
     let mut total = 0.0;
     for (i, (ids, want)) in windows.iter().zip(&stable.nll_per_window).enumerate() {
         let got = nll(&engine.score(ids).unwrap(), ids);

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::engine::{Activations, Engine, EngineConfig};
 
@@ -50,8 +51,8 @@ pub fn make(precision: &Precision, dir: &Path) {
 }
 
 pub fn open(dir: &Path, activations: Activations) -> Engine {
-    let config = EngineConfig { activations, threads: 2, ..EngineConfig::new(dir, 1 << 30) };
-    Engine::open(&config).unwrap()
+    let config = EngineConfig { activations, threads: 2, ..EngineConfig::new(1 << 30) };
+    Engine::open(Checkpoint::open(dir).unwrap(), &config).unwrap()
 }
 
 /// Share of the positions of all reference prompts where the argmax is the one of transformers.

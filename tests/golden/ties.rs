@@ -1,16 +1,16 @@
 //! Where the engine and transformers as it is differ: only behind a tie of the indexer.
 
-use millstream::engine::{AttentionForm, Engine};
+use millstream::engine::AttentionForm;
 
 use super::reference::Reference;
 use super::scores::{argmaxes, differing};
-use super::{config, largest_difference};
+use super::{largest_difference, open};
 
 /// For each sparse prompt: every position where the engine's argmax is not the original's comes after (or at) a
 /// position whose indexer chose among equal scores, and transformers itself changes its mind there when its topk is made
 /// stable. Before the first tie, logits are those of the original.
 fn differences_come_from_ties(reference: &Reference) {
-    let mut engine = Engine::open(&config(&reference.model, AttentionForm::Absorbed)).unwrap();
+    let mut engine = open(&reference.model, AttentionForm::Absorbed);
     let vocab = engine.arch().vocab;
     for (name, stable) in reference.stable.iter().filter(|(_, p)| !p.tied_positions.is_empty()) {
         let original = &reference.original[name];

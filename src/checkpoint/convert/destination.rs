@@ -9,7 +9,7 @@ use crate::checkpoint::index::INDEX_NAME;
 use crate::checkpoint::tensors::shard_paths;
 use millstream_io::FileId;
 use serde_json::{Map, Value, json};
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -32,6 +32,10 @@ const TEMPORARY_SUFFIX: &str = ".tmp";
 
 pub(crate) struct Destination {
     dir: PathBuf,
+    /// The directory, locked until this conversion ends: of two that write the same files under the same temporary
+    /// names, one would publish what the other has half written. The lock is on the directory because that is neither
+    /// renamed nor removed while it is written into, as the files in it are; it goes with the process that held it.
+    locked: File,
     /// What the marker of an unfinished conversion says.
     marker: String,
     /// Small files to copy: source path, name and bytes.
@@ -39,7 +43,8 @@ pub(crate) struct Destination {
 }
 
 impl Destination {
-    /// Makes `dst` if need be, refuses one with other contents, and removes what a killed run left half written.
+    /// Makes `dst` if need be, refuses one that another conversion writes into or with other contents, and removes what
+    /// a killed run left half written.
     pub fn prepare(
         src: &Path,
         dst: &Path,
@@ -48,6 +53,7 @@ impl Destination {
         parameters: &str,
     ) -> Result<Destination> {
         fs::create_dir_all(dst).map_err(io_error("create", dst))?;
+        let locked = lock(dst)?;
         let marker = format!("{parameters} source={identity}");
         let mut small_files = Vec::new();
         for name in COPIED {
@@ -56,7 +62,7 @@ impl Destination {
                 small_files.push((name, read_small(&path)?));
             }
         }
-        let destination = Destination { dir: dst.to_owned(), marker, small_files };
+        let destination = Destination { dir: dst.to_owned(), locked, marker, small_files };
         destination.check_owner(shards)?;
         destination.remove_leftovers()?;
         Ok(destination)
@@ -216,7 +222,16 @@ impl Destination {
     }
 
     fn sync(&self) -> Result<()> {
-        let dir = File::open(&self.dir).map_err(io_error("open", &self.dir))?;
-        dir.sync_all().map_err(io_error("sync", &self.dir))
+        self.locked.sync_all().map_err(io_error("sync", &self.dir))
+    }
+}
+
+/// Opens `dir` and locks it against other conversions.
+fn lock(dir: &Path) -> Result<File> {
+    let file = File::open(dir).map_err(io_error("open", dir))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(CheckpointError::ConvertBusy { dir: dir.to_owned() }),
+        Err(TryLockError::Error(source)) => Err(io_error("lock", dir)(source)),
     }
 }

@@ -99,16 +99,26 @@ pub fn convert(
 ) -> Result<ConvertReport> {
     options.check()?;
     refuse_unfinished(src)?;
-    let source = Checkpoint::open_with(src, &["config.json"])?;
-    let shards = plan::shards(&source, options)?;
+    convert_opened(&Checkpoint::open_with(src, &["config.json"])?, dst, options, progress)
+}
+
+/// As [`convert`], from a checkpoint that is open already.
+pub fn convert_opened(
+    source: &Checkpoint,
+    dst: &Path,
+    options: &ConvertOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<ConvertReport> {
+    options.check()?;
+    let shards = plan::shards(source, options)?;
     let lines = plan::describe(&shards);
-    let (identity, parameters) = (source_identity(&source)?, options.parameters());
+    let (identity, parameters) = (source_identity(source)?, options.parameters());
     let layouts: Vec<ShardLayout> =
         shards.iter().map(|shard| ShardLayout::new(shard, &identity, &parameters)).collect();
     let bytes_total = layouts.iter().map(|layout| layout.file_bytes).sum();
     progress(Progress::Plan { lines: lines.clone(), shards: shards.len(), bytes: bytes_total });
 
-    let destination = Destination::prepare(src, dst, &shards, &identity, &parameters)?;
+    let destination = Destination::prepare(&source.dir, dst, &shards, &identity, &parameters)?;
     let kept = destination.finished(&shards, &layouts)?;
     let missing = |number: &usize| !kept[*number];
     let needed = (0..shards.len()).filter(missing).map(|number| layouts[number].file_bytes).sum();
