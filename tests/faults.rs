@@ -11,7 +11,7 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use engines::{Arithmetic, Model, Reader, Setup, config, greedy, has_direct, has_ring, tales, tiny};
+use engines::{Arithmetic, Model, Reader, Setup, config, greedy, has, has_ring, tales, tiny};
 use millstream::checkpoint::Checkpoint;
 use millstream::engine::{Activations, AttentionForm, Engine, EngineError};
 use millstream::forward::ForwardError;
@@ -210,7 +210,7 @@ fn half_the_bytes_once_is_no_error_and_nothing_twice_names_what_was_wanted_and_g
 
 #[test]
 fn a_direct_read_that_is_refused_falls_back_once_with_the_same_tokens() {
-    if !has_direct() {
+    if !has(IoMode::Direct) {
         return;
     }
     let want = expected(Model::Tiny);
@@ -245,6 +245,8 @@ fn copy_of_tiny() -> tempfile::TempDir {
 fn readers() -> Vec<Setup> {
     let few = Setup { slabs: 3, ..Setup::default() };
     let mut readers = vec![few, Setup { io: IoMode::Buffered, ..few }, Setup { reader: Reader::Shuffled(5), ..few }];
+    readers.push(Setup { reader: Reader::Map, ..few });
+    readers.push(Setup { io: IoMode::Drop, ..few });
     if has_ring() {
         readers.push(Setup { reader: Reader::Ring, ..few });
         readers.push(Setup { reader: Reader::Ring, io: IoMode::Buffered, ..few });

@@ -6,14 +6,18 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use millstream::checkpoint::Checkpoint;
 use millstream::engine::sampler::Sampling;
 use millstream::engine::{Engine, EngineConfig, Finish, Job, Memory, Outcome};
 
+fn checkpoint() -> Checkpoint {
+    Checkpoint::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")).unwrap()
+}
+
 fn engine(change: impl FnOnce(&mut EngineConfig)) -> Engine {
-    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales");
-    let mut config = EngineConfig::new(model, 1 << 30);
+    let mut config = EngineConfig::new(1 << 30);
     change(&mut config);
-    Engine::open(&config).unwrap()
+    Engine::open(checkpoint(), &config).unwrap()
 }
 
 fn job(max_tokens: usize) -> Job {
@@ -113,9 +117,9 @@ fn chunks_change_no_bit_under_the_default_form_of_attention() {
 #[test]
 fn sizes_no_engine_can_have_are_refused_at_open() {
     let refused = |change: &dyn Fn(&mut EngineConfig)| {
-        let mut config = EngineConfig::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales"), 1 << 30);
+        let mut config = EngineConfig::new(1 << 30);
         change(&mut config);
-        Engine::open(&config).map(|_| ()).unwrap_err().to_string()
+        Engine::open(checkpoint(), &config).map(|_| ()).unwrap_err().to_string()
     };
     assert_eq!(refused(&|c| c.threads = 0), "0 compute threads: there must be 1 to 1024");
     assert_eq!(refused(&|c| c.prefill_rows = 0), "0 rows of a prefill chunk: there must be 1 to 512");

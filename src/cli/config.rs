@@ -3,16 +3,16 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use millstream_io::{DeviceKind, IoMode};
+use millstream_io::{DeviceKind, IoMode, settle};
 use serde_json::Value as Json;
 
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory};
 use crate::kernels::Isa;
 
 use super::Failure;
-use super::args::{self, KernelChoice, Ram, RunArgs, Seed};
+use super::args::{self, Chunk, KernelChoice, Ram, RunArgs, Seed};
 use super::machine::Machine;
 
 /// Tokens generated when `-n` is not given.
@@ -77,12 +77,20 @@ pub struct RunConfig {
     /// Bytes of memory asked for; none takes what is available.
     pub ram: Option<u64>,
     available: u64,
-    io: IoMode,
-    device: DeviceKind,
+    reading: Reading,
     isa: Option<Isa>,
     activations: Activations,
     attention: AttentionForm,
     dsa: Dsa,
+}
+
+/// How files are read.
+#[derive(Clone, Copy, Debug)]
+struct Reading {
+    io: IoMode,
+    device: DeviceKind,
+    depth: Depth,
+    chunk_bytes: Option<u32>,
 }
 
 /// Decides everything that does not depend on the model. Refuses what cannot work, before any file is read.
@@ -120,8 +128,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     let default_threads = (machine.cores, "cores this process may use");
     let threads = settings.pick("threads", args.threads, machine, args::parse_threads, default_threads)?;
     let ram = settings.pick("ram", args.ram, machine, args::parse_ram, (Ram::Auto, &machine.memory.source))?;
-    let io = settings.pick("io", args.io, machine, str::parse, (IoMode::Auto, "default"))?;
-    let device = settings.pick("device", args.device, machine, str::parse, (DeviceKind::Auto, "default"))?;
+    let reading = decide_reading(args, machine, &mut settings)?;
     let kernels = args.kernels.unwrap_or(KernelChoice::Auto);
     settings.add("kernels", kernels.to_string(), flag_or_default(&args.kernels));
     let activations = args.activations.unwrap_or(Activations::Int8);
@@ -145,8 +152,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
             Ram::Bytes(bytes) => Some(bytes),
         },
         available: machine.memory.available,
-        io,
-        device,
+        reading,
         isa: match kernels {
             KernelChoice::Auto => None,
             KernelChoice::Isa(isa) => Some(isa),
@@ -161,8 +167,10 @@ impl RunConfig {
     /// What the engine needs, for a context of `context` tokens.
     pub fn engine(&self, context: usize) -> EngineConfig {
         EngineConfig {
-            io: self.io,
-            device: self.device,
+            io: self.reading.io,
+            device: self.reading.device,
+            depth: self.reading.depth,
+            chunk_bytes: self.reading.chunk_bytes,
             memory: Memory::Total(self.ram),
             threads: self.threads,
             context: Some(context),
@@ -275,6 +283,27 @@ pub fn check_model_dir(dir: &Path, flag: &str) -> Result<(), Failure> {
             Err(Failure::usage(format!("the model {} cannot be looked at", dir.display())).cause(e).hint(hint))
         }
     }
+}
+
+fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> Result<Reading, Failure> {
+    let io = settings.pick("io", args.io, machine, str::parse, (IoMode::Auto, "default"))?;
+    let device = settings.pick("device", args.device, machine, str::parse, (DeviceKind::Auto, "default"))?;
+    settle(io, device).map_err(|error| Failure { hint: error.hint(), ..Failure::usage(error.to_string()) })?;
+    let depth = args.depth.unwrap_or_default();
+    let shown = match depth {
+        Depth::Auto => Json::from("auto"),
+        Depth::Slabs(slabs) => Json::from(slabs),
+        Depth::Bytes(bytes) => Json::from(format!("{bytes} bytes")),
+    };
+    settings.add("depth", shown, flag_or_default(&args.depth));
+    let chunk = args.chunk.unwrap_or(Chunk::Auto);
+    let shown = match chunk {
+        Chunk::Auto => Json::from("auto"),
+        Chunk::Whole => Json::from("whole"),
+        Chunk::Bytes(bytes) => Json::from(bytes),
+    };
+    settings.add("chunk", shown, flag_or_default(&args.chunk));
+    Ok(Reading { io, device, depth, chunk_bytes: chunk.bytes() })
 }
 
 fn decide_sampling(args: &RunArgs, settings: &mut Settings) -> Result<Sampling, Failure> {
@@ -392,6 +421,21 @@ mod tests {
         assert_eq!(origin(&config, "threads"), ("3".into(), "cores this process may use"));
         assert_eq!((config.sampling.top_p, config.sampling.top_k), (0.90, 0));
         assert_eq!(config.max_tokens, MaxTokens::AtMost(512));
+    }
+
+    #[test]
+    fn how_files_are_read_reaches_the_engine() {
+        let typed = ["--io", "drop", "--device", "uring", "--depth", "6", "--chunk", "512K"];
+        let engine = decided(&typed, &[]).unwrap().engine(Path::new("m"), 64);
+        assert_eq!((engine.io, engine.device), (IoMode::Drop, DeviceKind::Uring));
+        assert_eq!((engine.depth, engine.chunk_bytes), (Depth::Slabs(6), Some(512 << 10)));
+        assert_eq!(engine.depth.bytes(19 << 20), 6 * (19 << 20));
+        let config = decided(&["--io", "mmap", "--depth", "64M", "--chunk", "whole"], &[]).unwrap();
+        assert_eq!(origin(&config, "depth"), ("67108864 bytes".to_string(), "flag"));
+        assert_eq!(origin(&config, "chunk"), ("whole".to_string(), "flag"));
+        let failure = decided(&["--device", "mmap"], &[("MILLSTREAM_IO", "direct")]).unwrap_err();
+        assert_eq!(failure.code, 2);
+        assert!(failure.error.contains("exclude each other") && failure.hint.is_some(), "{}", failure.error);
     }
 
     #[test]
