@@ -426,7 +426,7 @@ mod tests {
     #[test]
     fn how_files_are_read_reaches_the_engine() {
         let typed = ["--io", "drop", "--device", "uring", "--depth", "6", "--chunk", "512K"];
-        let engine = decided(&typed, &[]).unwrap().engine(Path::new("m"), 64);
+        let engine = decided(&typed, &[]).unwrap().engine(64);
         assert_eq!((engine.io, engine.device), (IoMode::Drop, DeviceKind::Uring));
         assert_eq!((engine.depth, engine.chunk_bytes), (Depth::Slabs(6), Some(512 << 10)));
         assert_eq!(engine.depth.bytes(19 << 20), 6 * (19 << 20));
