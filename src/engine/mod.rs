@@ -4,6 +4,7 @@ pub mod budget;
 pub mod config;
 pub mod error;
 mod generate;
+mod integrity;
 pub mod sampler;
 pub mod stats;
 pub mod stop;
@@ -24,6 +25,7 @@ pub use crate::ops::Activations;
 use crate::ops::Compute;
 use crate::ops::attention::Shape;
 use crate::ops::rope::Rope;
+pub use crate::store::Verify;
 use crate::store::{ExpertStore, ExpertTable};
 use budget::{Budget, Demand};
 pub use config::{AttentionForm, Dsa, EngineConfig, Memory};
@@ -84,6 +86,8 @@ impl Engine {
         let mut notes = checkpoint.notes().to_vec();
         notes.extend(files.describe());
         notes.push(budget.to_string());
+        let (checks, note) = integrity::prepare(config, &checkpoint, &files, &table, device)?;
+        notes.extend(note);
         let resident = plan.load()?;
         let pool = SlabPool::new(table.slab_bytes(), budget.slabs as usize)?;
         notes.extend(pool.report().note);
@@ -95,7 +99,8 @@ impl Engine {
         let explicit = may_be_explicit(config, &shape_of(arch));
         let arch = checkpoint.arch;
         let moe = arch.moe;
-        let store = ExpertStore::new(table, device, pool);
+        let mut store = ExpertStore::new(table, device, pool);
+        store.set_checks(checks);
         Ok(Engine {
             experts: Streamed::new(store, rows, arch.hidden, moe.width, moe.top_k, moe.experts),
             kv: KvCache::new(&arch, context, sparse),
@@ -117,6 +122,19 @@ impl Engine {
                 sparse,
             },
         })
+    }
+
+    /// How memory would be divided, without loading anything. Fails as [`Engine::open`] would before it loads.
+    pub fn plan(config: &EngineConfig) -> Result<Budget, EngineError> {
+        let checkpoint = Checkpoint::open(&config.dir)?;
+        let arch = &checkpoint.arch;
+        let context = context_of(config, arch)?;
+        let sparse = sparse_of(config, arch, context)?;
+        let files = FileSet::open(checkpoint.tensors.paths(), config.io)?;
+        let layers = arch.layers.len();
+        let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || config.load_mtp)?;
+        let plan = Plan::new(&checkpoint, &files, config.load_mtp)?;
+        divide(config, arch, &table, plan.bytes() as u64, context, sparse)
     }
 
     /// Lines worth printing once: what is off, how files are read, how memory is divided.
