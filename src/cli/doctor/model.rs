@@ -19,7 +19,7 @@ pub fn examine(dir: &Path, report: &mut Report) -> Option<Checkpoint> {
         report.ok("config", format!("glm_moe_dsa, {layers} layers, {experts}, up to {} positions", arch.max_context));
     }
     let tokenizer = tokenizer(dir, arch.as_ref(), report);
-    template(dir, tokenizer.as_ref(), report);
+    template(dir, arch.as_ref(), tokenizer.as_ref(), report);
     if let Some(arch) = &arch {
         stop_tokens(dir, arch, tokenizer.as_ref(), report);
     }
@@ -47,26 +47,28 @@ fn tokenizer(dir: &Path, arch: Option<&Arch>, report: &mut Report) -> Option<Tok
     let tokenizer = opened.map_err(|e| report.failure("tokenizer", Failure::of(&e).hint(e.hint()))).ok()?;
     let size = tokenizer.vocab_size();
     match arch.map(|arch| arch.vocab).filter(|vocab| size > *vocab) {
-        Some(vocab) => report.fail(
+        Some(vocab) => report.warn(
             "tokenizer",
             format!("{size} tokens, but the model's vocabulary has {vocab}"),
-            Some("tokenizer.json and config.json belong to different models: fetch both again".to_owned()),
+            "a prompt that needs one of the others is refused; tokenizer.json may belong to another model",
         ),
-        None => {
-            report.ok("tokenizer", format!("{size} tokens"));
-            return Some(tokenizer);
-        }
+        None => report.ok("tokenizer", format!("{size} tokens")),
     }
-    None
+    Some(tokenizer)
 }
 
-fn template(dir: &Path, tokenizer: Option<&Tokenizer>, report: &mut Report) {
+fn template(dir: &Path, arch: Option<&Arch>, tokenizer: Option<&Tokenizer>, report: &mut Report) {
     let Some(tokenizer) = tokenizer else { return report.skip("template", "needs the tokenizer", None) };
     let options = RenderOptions { enable_thinking: Some(false), add_generation_prompt: true };
     let rendered = ChatTemplate::open(dir)
         .and_then(|template| template.render(&[Message::new(Role::User, "Hello")], &options, tokenizer.control()));
     match rendered {
         Ok(rendered) => match tokenizer.encode_rendered(&rendered) {
+            Ok(ids) if ids.iter().any(|&id| arch.is_some_and(|arch| id as usize >= arch.vocab)) => report.fail(
+                "template",
+                "a greeting needs tokens beyond the model's vocabulary",
+                Some("tokenizer.json and config.json belong to different models: fetch both again".to_owned()),
+            ),
             Ok(ids) => report.ok("template", format!("a greeting becomes {} tokens", ids.len())),
             Err(e) => report.failure("template", Failure::of(&e).hint(e.hint())),
         },
