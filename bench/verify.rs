@@ -22,6 +22,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 const SLABS: usize = 16;
 
+/// Does it once; the bytes it went through.
+type Case<'a> = &'a dyn Fn() -> Result<u64, Box<dyn Error>>;
+
 fn main() -> Result<(), Box<dyn Error>> {
     let measuring = std::env::args().any(|arg| arg == "--bench");
     // An int4 expert of a model of 6144 by 2048, scales included.
@@ -37,7 +40,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("NOT DIRECT: these figures are the page cache's");
     }
     let pool = pool_for(&runs, &files, SLABS)?;
-    let cases: [(&str, &dyn Fn() -> Result<u64, Box<dyn Error>>); 4] = [
+    let cases: [(&str, Case); 4] = [
         ("hash from memory, one thread", &|| Ok(hash_all(&memory, run_bytes))),
         ("read, no hash", &|| read_all(&runs, &files, &pool)),
         ("check, one thread hashes", &|| check_all(&runs, &files, &pool, 1)),

@@ -425,6 +425,7 @@ proptest! {
                     prop_assert!(experts.contains(&key.expert));
                 }
                 Err(StoreError::Device(e)) => prop_assert!(false, "the device lives: {e}"),
+                Err(StoreError::Damaged(e)) => prop_assert!(false, "nothing is checked: {e}"),
             }
             assert_no_slab_is_lost(&store);
         }
