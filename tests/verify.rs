@@ -5,7 +5,6 @@
 #[path = "common/engines.rs"]
 mod engines;
 #[path = "common/safetensors.rs"]
-#[allow(dead_code)]
 mod safetensors;
 
 use std::collections::BTreeMap;
@@ -213,6 +212,25 @@ fn a_check_can_be_stopped() {
     let pool = |manifest: &Manifest, files: &FileSet| verify::pool_for(&manifest.runs, files, 2).unwrap();
     let (_, report, _) = check_with(&Model::TinyInt4.dir(), pool, simulated(&SimConfig::calm(1)), true);
     assert!(report.interrupted && report.runs == 0);
+}
+
+#[test]
+fn a_file_that_is_replaced_meanwhile_ends_the_check() {
+    let model = copy(Model::TinyInt4);
+    let checkpoint = Checkpoint::open(model.path()).unwrap();
+    let manifest = Manifest::read(&checkpoint).unwrap();
+    let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), IoMode::Auto).unwrap());
+    let pool = verify::pool_for(&manifest.runs, &files, 2).unwrap();
+    let mut device = sim_device(&SimConfig::calm(1), files.clone(), &pool).unwrap();
+    let shard = &shards(model.path())[0];
+    let mut replace = |_| {
+        let other = model.path().join("other");
+        fs::copy(shard, &other).unwrap();
+        fs::rename(&other, shard).unwrap();
+    };
+    let never = AtomicBool::new(false);
+    let error = verify::check(&manifest.runs, &files, &pool, &mut *device, 1, &never, &mut replace).unwrap_err();
+    assert!(matches!(&error, IoError::Changed { path, .. } if **path == **shard), "{error}");
 }
 
 /// Writes other checksums into the metadata of a shard. The header keeps its length: spaces end it.

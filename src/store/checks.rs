@@ -13,8 +13,8 @@ use super::{ExpertKey, ExpertTable};
 pub enum Verify {
     /// None.
     Off,
-    /// The first read of an expert, with a probability of 1 / [`SAMPLE_ONE_IN`]. Once in a run of a damaged drive it
-    /// says so, at no cost that can be measured.
+    /// The first read of an expert, with a probability of 1 / [`SAMPLE_ONE_IN`]: finds a drive or a copy that is bad in
+    /// many places, seldom one bad place, and costs next to nothing.
     #[default]
     Sample,
     /// Every one.

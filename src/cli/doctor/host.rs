@@ -117,8 +117,7 @@ pub fn files(
             false => report.warn(
                 "files",
                 detail,
-                "reads go through the page cache, at a tenth of the CPU efficiency: move the model to ext4 or xfs on a \
-                 local drive",
+                "the page cache costs CPU and memory: move the model to ext4 or xfs on a local drive",
             ),
         }
     }
