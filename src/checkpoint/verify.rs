@@ -133,11 +133,14 @@ fn fault(checkpoint: &Checkpoint, file: FileId, expected: String, found: String)
     CheckpointError::Header { file, tensor: None, what: "checksums", expected, found }
 }
 
-/// One span over all of `spans`, which must be of `file` and next to each other.
+/// One span over all of `spans`, which must be of `file`, next to each other and not empty.
 fn joined(spans: &[FileSpan], file: FileId) -> Option<FileSpan> {
     let begin = spans.iter().map(|span| span.offset).min()?;
     let end = spans.iter().map(|span| span.offset + span.len).max()?;
     let bytes: u64 = spans.iter().map(|span| span.len).sum();
+    if bytes == 0 {
+        return None;
+    }
     let together = spans.iter().all(|span| span.file == file) && end - begin <= bytes + RUN_GAP_BYTES_MAX;
     together.then_some(FileSpan { file, offset: begin, len: end - begin })
 }
