@@ -8,7 +8,7 @@ use serde_json::Value as Json;
 
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory, Verify};
 use crate::kernels::Isa;
 
 use super::Failure;
@@ -78,6 +78,7 @@ pub struct RunConfig {
     activations: Activations,
     attention: AttentionForm,
     dsa: Dsa,
+    verify: Verify,
 }
 
 /// How files are read.
@@ -129,6 +130,8 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     settings.add("attention", args::ATTENTION.name(attention), flag_or_default(&args.attention));
     let dsa = args.dsa.unwrap_or(Dsa::Auto);
     settings.add("dsa", args::DSA.name(dsa), flag_or_default(&args.dsa));
+    let verify = args.verify.unwrap_or_default();
+    settings.add("verify", args::VERIFY.name(verify), flag_or_default(&args.verify));
 
     Ok(RunConfig {
         model,
@@ -151,6 +154,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         activations,
         attention,
         dsa,
+        verify,
     })
 }
 
@@ -169,6 +173,8 @@ impl RunConfig {
             activations: self.activations,
             attention: self.attention,
             dsa: self.dsa,
+            verify: self.verify,
+            verify_seed: self.sampling.seed,
             ..EngineConfig::new(self.available)
         }
     }
@@ -372,7 +378,7 @@ mod tests {
     #[test]
     fn how_files_are_read_reaches_the_engine() {
         let typed = ["--io", "drop", "--device", "uring", "--depth", "6", "--chunk", "512K"];
-        let engine = decided(&typed, &[]).unwrap().engine(Path::new("m"), 64);
+        let engine = decided(&typed, &[]).unwrap().engine(64);
         assert_eq!((engine.io, engine.device), (IoMode::Drop, DeviceKind::Uring));
         assert_eq!((engine.depth, engine.chunk_bytes), (Depth::Slabs(6), Some(512 << 10)));
         assert_eq!(engine.depth.bytes(19 << 20), 6 * (19 << 20));

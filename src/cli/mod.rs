@@ -5,6 +5,7 @@ pub mod args;
 mod bundled;
 pub mod config;
 mod convert;
+mod doctor;
 pub mod machine;
 mod printer;
 pub mod render;
@@ -13,8 +14,11 @@ pub mod size;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use clap::Parser;
+use signal_hook::consts::{SIGINT, SIGTERM};
 
 /// How a command ended, where it did not fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +29,8 @@ pub enum Done {
     Interrupted,
     /// Whoever read the answer went away.
     PipeClosed,
+    /// It was asked whether all is well, and the answer, which was shown, is no.
+    Unwell,
 }
 
 /// Why a command failed, as it is shown.
@@ -90,6 +96,18 @@ impl Failure {
     }
 }
 
+/// A flag that the first interrupt raises; the second ends the process.
+fn interrupts() -> Result<Arc<AtomicBool>, Failure> {
+    let interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // In this order: the first signal finds the flag down and raises it, the second finds it up.
+        let second = signal_hook::flag::register_conditional_default(signal, interrupted.clone());
+        let first = second.and_then(|_| signal_hook::flag::register(signal, interrupted.clone()));
+        first.map_err(|e| Failure::work("cannot watch for interrupts").cause(e))?;
+    }
+    Ok(interrupted)
+}
+
 /// Exit code of a program that the user interrupted, as shells count it: 128 + SIGINT.
 const EXIT_INTERRUPTED: u8 = 130;
 /// Exit code of a program whose reader went away, as shells count it: 128 + SIGPIPE.
@@ -109,9 +127,11 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let result = match &args.command {
         args::Command::Run(run_args) => run::run(run_args, &machine),
         args::Command::Convert(convert_args) => convert::convert(convert_args),
+        args::Command::Doctor(doctor_args) => doctor::doctor(doctor_args, &machine),
     };
     match result {
         Ok(Done::Whole) => ExitCode::SUCCESS,
+        Ok(Done::Unwell) => ExitCode::FAILURE,
         Ok(Done::Interrupted) => ExitCode::from(EXIT_INTERRUPTED),
         Ok(Done::PipeClosed) => ExitCode::from(EXIT_PIPE),
         Err(failure) => {

@@ -2,10 +2,6 @@
 
 use std::io::{IsTerminal, Read, Write};
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-
-use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::checkpoint::Arch;
 use crate::engine::stats::Stats;
@@ -96,13 +92,7 @@ fn generate<W: Write>(
     printer: &mut Printer<'_, W>,
     quiet: bool,
 ) -> Result<Outcome, Failure> {
-    let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        // In this order: the first signal finds the flag down and raises it, the second finds it up.
-        let second = signal_hook::flag::register_conditional_default(signal, interrupted.clone());
-        let first = second.and_then(|_| signal_hook::flag::register(signal, interrupted.clone()));
-        first.map_err(|e| Failure::work("cannot watch for interrupts").cause(e))?;
-    }
+    let interrupted = super::interrupts()?;
     let mut waiting = Some(render::Waiting::begin("reading the prompt", quiet));
     let mut on_token = |id| {
         waiting = None;

@@ -6,6 +6,7 @@ use thiserror::Error;
 use super::budget::TooSmall;
 use super::sampler::{SampleError, SamplingError};
 use crate::checkpoint::CheckpointError;
+use crate::checkpoint::verify::Damage;
 use crate::forward::ForwardError;
 use crate::kernels::Isa;
 use crate::model::resident::ResidentError;
@@ -23,6 +24,9 @@ pub enum EngineError {
     /// Resident weights could not be loaded.
     #[error(transparent)]
     Resident(#[from] ResidentError),
+    /// A resident weight is not what was written.
+    #[error("a weight is damaged: {0}")]
+    Damaged(Box<Damage>),
     /// An expert does not fit a slab.
     #[error(transparent)]
     Table(#[from] TableError),
@@ -99,6 +103,9 @@ impl EngineError {
             | EngineError::Forward(ForwardError::Store(StoreError::Read { source: e, .. } | StoreError::Device(e))) => {
                 e.hint()
             }
+            EngineError::Damaged(_) | EngineError::Forward(ForwardError::Store(StoreError::Damaged(_))) => Some(
+                "`millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again".into(),
+            ),
             EngineError::TooSmall(_) => Some("free memory, raise --ram, or shorten the context with -c".into()),
             EngineError::NoIsa(_) => Some("leave --kernels out: the best one is found by itself".into()),
             EngineError::PromptTooLong { .. } => Some("raise -c, or shorten the prompt".into()),
