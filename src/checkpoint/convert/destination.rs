@@ -226,6 +226,14 @@ impl Destination {
     }
 }
 
+impl Drop for Destination {
+    /// Closing alone would not do: a process that this one is just starting has the descriptor too, until it runs.
+    fn drop(&mut self) {
+        // The lock ends with the process at the latest.
+        let _ = self.locked.unlock();
+    }
+}
+
 /// Opens `dir` and locks it against other conversions.
 fn lock(dir: &Path) -> Result<File> {
     let file = File::open(dir).map_err(io_error("open", dir))?;
