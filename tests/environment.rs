@@ -112,6 +112,28 @@ fn where_an_io_uring_call_kills_threads_make_none() {
 }
 
 #[test]
+fn the_doctor_says_why_there_is_no_io_uring_and_makes_no_call_where_threads_are_asked_for() {
+    let doctor = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+        command.args(["doctor", "--deep", "-m"]).arg(container()).stdin(Stdio::null());
+        command
+    };
+    let output = under_filter(doctor(), forbid_io_uring(SeccompAction::Errno(libc::EPERM as u32)));
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{said}{}", text(&output.stderr));
+    let verdict: Vec<&str> = said.lines().skip_while(|line| !line.contains("io_uring ")).take(2).collect();
+    assert!(verdict[0].starts_with("warn") && verdict[0].contains("EPERM"), "{said}");
+    assert!(verdict[1].contains("hint: ") && verdict[1].contains("seccomp"), "{said}");
+    assert!(said.contains("all as written") && said.ends_with("result: warning\n"), "{said}");
+
+    let mut command = doctor();
+    command.env("MILLSTREAM_DEVICE", "threads");
+    let output = under_filter(command, forbid_io_uring(SeccompAction::KillProcess));
+    assert_eq!(output.status.code(), Some(0), "{:?}", output.status);
+    assert!(text(&output.stdout).contains("all as written"), "{}", text(&output.stdout));
+}
+
+#[test]
 fn a_file_system_without_direct_reads_is_said_and_used() {
     let Ok(memory) = TempDir::new_in("/dev/shm") else {
         eprintln!("skipped: /dev/shm cannot be written to");

@@ -59,6 +59,21 @@ impl Arch {
     }
 }
 
+/// The ids that end a turn by the small file that names them: file name and ids, for each file that is there. Ids are as
+/// [`Arch::read`] takes them; a file it would refuse is an error.
+pub(crate) fn stop_sources(dir: &Path, arch: &Arch) -> Result<Vec<(&'static str, Vec<u32>)>> {
+    let mut sources = Vec::new();
+    for file in ["config.json", "generation_config.json"] {
+        let path = dir.join(file);
+        if path.exists() {
+            let root = object(file, &read_small(&path)?)?;
+            let fields = Fields { file, path: String::new(), map: &root };
+            sources.push((file, stop_ids(&fields, arch.vocab)?));
+        }
+    }
+    Ok(sources)
+}
+
 /// Reads a small file, refusing one of absurd size before allocating.
 pub(crate) fn read_small(path: &Path) -> Result<Vec<u8>> {
     let bytes = std::fs::metadata(path).map_err(io_error("read", path))?.len();

@@ -13,6 +13,7 @@ mod header;
 mod index;
 pub mod required;
 pub mod tensors;
+pub mod verify;
 
 pub use arch::Arch;
 pub use container::MatrixSource;
@@ -23,6 +24,7 @@ pub use tensors::{Dtype, TensorInfo, TensorMap};
 
 use crate::kernels::Format;
 use arch::IndexerKind;
+pub(crate) use config::stop_sources;
 use container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
 use error::{Result, is_there};
 use std::collections::{BTreeSet, HashSet};
@@ -120,6 +122,12 @@ impl Checkpoint {
     pub fn fingerprint_hex(&self) -> String {
         format!("{:016x}", self.fingerprint)
     }
+}
+
+/// What is wrong with the headers of `dir`, a fault for each shard that has one.
+pub(crate) fn bad_headers(dir: &Path) -> Result<Vec<CheckpointError>> {
+    let shards = tensors::shard_paths(dir)?;
+    Ok(shards.iter().filter_map(|path| header::read(path, millstream_io::FileId(0)).err()).collect())
 }
 
 /// A conversion's destination is no model before the conversion is done, even if all that is there is whole.

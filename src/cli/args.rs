@@ -10,7 +10,7 @@ use millstream_io::{CHUNK_WHOLE, DeviceKind, IoMode};
 
 use crate::checkpoint::container::GROUP_SIZES;
 use crate::checkpoint::convert::Width;
-use crate::engine::{Activations, AttentionForm, Depth, Dsa};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, Verify};
 use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS};
 
@@ -34,6 +34,8 @@ pub enum Command {
     Run(Box<RunArgs>),
     /// Turns a published checkpoint into a quantized container laid out for streaming.
     Convert(ConvertArgs),
+    /// Whether a model will run here: files, machine and memory, as ok, warn, fail and skip lines.
+    Doctor(DoctorArgs),
 }
 
 /// Flags of `run`.
@@ -127,6 +129,11 @@ pub struct RunArgs {
     /// Sparse attention: auto, on or off [default: auto]
     #[arg(long, value_name = "WHEN", value_parser = |text: &str| DSA.parse(text))]
     pub dsa: Option<Dsa>,
+    /// Compare what is read with the container's checksums: off, sample (the first read of one expert in 64) or all.
+    /// All hashes every expert read, at 5 GB/s or more, on the thread that computes, and reads resident weights twice
+    /// [default: sample]
+    #[arg(long, value_name = "WHAT", value_parser = |text: &str| VERIFY.parse(text))]
+    pub verify: Option<Verify>,
     /// Print one JSON object with answer and statistics instead of text
     #[arg(long)]
     pub json: bool,
@@ -176,6 +183,26 @@ pub struct ConvertArgs {
     /// Print nothing but errors
     #[arg(short, long)]
     pub quiet: bool,
+}
+
+/// Flags of `doctor`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  millstream doctor -m /models/glm-5.2-int4
+  millstream doctor --deep --json -m /models/glm-5.2-int4
+
+What doctor passes runs. Exit codes: 0 all well, or warnings only; 1 something fails; 2 usage; 130 interrupted.")]
+pub struct DoctorArgs {
+    /// Model directory [default: the model that comes with the program]
+    #[arg(short, long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// Read the whole model and compare it with its checksums
+    #[arg(long)]
+    pub deep: bool,
+    /// Print one JSON object instead of lines
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `--seed`.
@@ -258,6 +285,9 @@ pub const ATTENTION: Choices<AttentionForm> = Choices(&[
 ]);
 /// `--dsa`.
 pub const DSA: Choices<Dsa> = Choices(&[("auto", Dsa::Auto), ("on", Dsa::On), ("off", Dsa::Off)]);
+
+/// `--verify`.
+pub const VERIFY: Choices<Verify> = Choices(&[("off", Verify::Off), ("sample", Verify::Sample), ("all", Verify::All)]);
 
 impl<T: Copy + PartialEq> Choices<T> {
     /// The value called `text`.

@@ -8,7 +8,7 @@ use serde_json::Value as Json;
 
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory, Verify};
 use crate::kernels::Isa;
 
 use super::Failure;
@@ -82,6 +82,7 @@ pub struct RunConfig {
     activations: Activations,
     attention: AttentionForm,
     dsa: Dsa,
+    verify: Verify,
 }
 
 /// How files are read.
@@ -137,6 +138,8 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     settings.add("attention", args::ATTENTION.name(attention), flag_or_default(&args.attention));
     let dsa = args.dsa.unwrap_or(Dsa::Auto);
     settings.add("dsa", args::DSA.name(dsa), flag_or_default(&args.dsa));
+    let verify = args.verify.unwrap_or_default();
+    settings.add("verify", args::VERIFY.name(verify), flag_or_default(&args.verify));
 
     Ok(RunConfig {
         model,
@@ -160,6 +163,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         activations,
         attention,
         dsa,
+        verify,
     })
 }
 
@@ -178,6 +182,8 @@ impl RunConfig {
             activations: self.activations,
             attention: self.attention,
             dsa: self.dsa,
+            verify: self.verify,
+            verify_seed: self.sampling.seed,
             ..EngineConfig::new(self.available)
         }
     }

@@ -82,6 +82,21 @@ impl Machine {
         innermost.map_or_else(|| "unknown".into(), |mount| mount.kind)
     }
 
+    /// Bytes of memory this process may lock, after raising its limit as far as it may; `None` without a limit or when
+    /// it is unknown.
+    pub fn lockable(&self) -> Option<u64> {
+        let limits = read(&self.root.join("proc/self/limits"));
+        let line = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"))?;
+        line.split_whitespace().nth(1)?.parse().ok()
+    }
+
+    /// When the kernel backs memory with transparent huge pages: `always`, `madvise`, `never`, or `unknown`.
+    pub fn transparent_huge_pages(&self) -> String {
+        let choices = read(&self.root.join("sys/kernel/mm/transparent_hugepage/enabled"));
+        let chosen = choices.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+        chosen.map_or_else(|| "unknown".into(), |(chosen, _)| chosen.to_owned())
+    }
+
     /// Largest resident set this process has had, in bytes; 0 when unknown.
     pub fn peak_rss(&self) -> u64 {
         kilobytes(&read(&self.root.join("proc/self/status")), "VmHWM").unwrap_or(0)
@@ -338,6 +353,25 @@ mod tests {
     #[test]
     fn mount_points_with_blanks_are_read() {
         assert_eq!(unescape(r"/mnt/a\040b\134c\"), PathBuf::from(r"/mnt/a b\c\"));
+    }
+
+    #[test]
+    fn limits_and_page_settings_are_read() {
+        let root = tempfile::tempdir().unwrap();
+        let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
+                      Max locked memory         65536                8388608              bytes     \n";
+        for (name, text) in
+            [("proc/self/limits", limits), ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")]
+        {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        let machine = Machine::read(root.path(), 2, "/tmp".into(), BTreeMap::new());
+        assert_eq!((machine.lockable(), machine.transparent_huge_pages()), (Some(8_388_608), "madvise".into()));
+        let unlimited = limits.replace("8388608", "unlimited");
+        std::fs::write(root.path().join("proc/self/limits"), unlimited).unwrap();
+        assert_eq!(machine.lockable(), None);
     }
 
     #[test]

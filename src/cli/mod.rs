@@ -5,6 +5,7 @@ pub mod args;
 mod bundled;
 pub mod config;
 mod convert;
+mod doctor;
 mod interrupt;
 pub mod machine;
 mod notes;
@@ -28,6 +29,8 @@ pub enum Done {
     Interrupted,
     /// Whoever read the answer went away.
     PipeClosed,
+    /// It was asked whether all is well, and the answer, which was shown, is no.
+    Unwell,
 }
 
 /// Why a command failed, as it is shown.
@@ -112,9 +115,11 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let result = match &args.command {
         args::Command::Run(run_args) => run::run(run_args, &machine),
         args::Command::Convert(convert_args) => convert::convert(convert_args),
+        args::Command::Doctor(doctor_args) => doctor::doctor(doctor_args, &machine),
     };
     match result {
         Ok(Done::Whole) => ExitCode::SUCCESS,
+        Ok(Done::Unwell) => ExitCode::FAILURE,
         Ok(Done::Interrupted) => ExitCode::from(EXIT_INTERRUPTED),
         Ok(Done::PipeClosed) => ExitCode::from(EXIT_PIPE),
         Err(failure) => {

@@ -161,6 +161,10 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
         size::grouped(experts.missed),
         experts.hit_rate.map_or_else(|| "-".into(), |rate| format!("{:.1} %", 100.0 * rate)),
     );
+    if experts.verified > 0 {
+        let (count, took) = (size::grouped(experts.verified), seconds(experts.verify_s));
+        let _ = writeln!(text, "checked {count} reads of experts by their checksums in {took}");
+    }
     let memory = &stats.memory;
     let _ = writeln!(
         text,
@@ -236,7 +240,7 @@ mod tests {
                 wait_s: 0.5,
                 ..IoStats::default()
             },
-            experts: ExpertStats { requested: 10_000, missed: 690, hit_cached: 9310, hit_rate: None },
+            experts: ExpertStats { requested: 10_000, missed: 690, hit_cached: 9310, ..ExpertStats::default() },
             memory: MemoryStats {
                 rss_peak: 123_000_000,
                 resident: 5_000_000,

@@ -6,6 +6,7 @@ use super::EngineError;
 use crate::kernels::Isa;
 use crate::limits::{MAX_ROWS, MAX_THREADS, MIN_SLABS};
 use crate::ops::Activations;
+use crate::store::Verify;
 
 /// Context when neither the user nor a smaller model says otherwise: the cache of a longer one costs memory up front.
 pub const DEFAULT_CONTEXT: usize = 4096;
@@ -99,6 +100,11 @@ pub struct EngineConfig {
     pub dsa: Dsa,
     /// Whether to load the MTP layer.
     pub load_mtp: bool,
+    /// Which reads are compared with the container's checksums. [`Verify::All`] includes the resident weights, which
+    /// are then read twice.
+    pub verify: Verify,
+    /// Decides which experts a sample takes.
+    pub verify_seed: u64,
 }
 
 impl EngineConfig {
@@ -133,6 +139,8 @@ impl EngineConfig {
             attention: AttentionForm::Auto,
             dsa: Dsa::Auto,
             load_mtp: false,
+            verify: Verify::Sample,
+            verify_seed: 0,
         }
     }
 }

@@ -6,6 +6,7 @@ use thiserror::Error;
 use super::budget::TooSmall;
 use super::sampler::{SampleError, SamplingError};
 use crate::checkpoint::CheckpointError;
+use crate::checkpoint::verify::Damage;
 use crate::forward::ForwardError;
 use crate::kernels::Isa;
 use crate::model::resident::ResidentError;
@@ -23,6 +24,9 @@ pub enum EngineError {
     /// Resident weights could not be loaded.
     #[error(transparent)]
     Resident(#[from] ResidentError),
+    /// A resident weight is not what was written.
+    #[error("a weight is damaged: {0}")]
+    Damaged(Box<Damage>),
     /// An expert does not fit a slab.
     #[error(transparent)]
     Table(#[from] TableError),
@@ -92,10 +96,16 @@ impl EngineError {
     /// Whether the model's files are at fault, so that other copies of them would do.
     pub fn blames_files(&self) -> bool {
         match self {
-            EngineError::Checkpoint(_) | EngineError::Table(_) | EngineError::Sample(_) => true,
+            EngineError::Checkpoint(_) | EngineError::Table(_) | EngineError::Sample(_) | EngineError::Damaged(_) => {
+                true
+            }
             EngineError::Resident(e) => !matches!(e, ResidentError::Memory { .. }),
             EngineError::Forward(e) => {
-                matches!(e, ForwardError::NotFinite { .. } | ForwardError::Store(StoreError::Read { .. }))
+                matches!(
+                    e,
+                    ForwardError::NotFinite { .. }
+                        | ForwardError::Store(StoreError::Read { .. } | StoreError::Damaged(_))
+                )
             }
             _ => false,
         }
@@ -118,6 +128,9 @@ impl EngineError {
                 "free memory, or shorten the context with -c; the smallest --ram that works is {}",
                 e.typed()
             )),
+            EngineError::Damaged(_) | EngineError::Forward(ForwardError::Store(StoreError::Damaged(_))) => Some(
+                "`millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again".into(),
+            ),
             EngineError::NoIsa(_) => Some("leave --kernels out: the best one is found by itself".into()),
             EngineError::PromptTooLong { .. } => Some("raise -c, or shorten the prompt".into()),
             EngineError::NoIndexer => Some("leave --dsa out, or use a checkpoint that has `indexer` tensors".into()),

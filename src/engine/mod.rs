@@ -4,6 +4,7 @@ pub mod budget;
 pub mod config;
 pub mod error;
 mod generate;
+mod integrity;
 pub mod sampler;
 pub mod stats;
 pub mod stop;
@@ -23,6 +24,7 @@ pub use crate::ops::Activations;
 use crate::ops::Compute;
 use crate::ops::room::Room;
 use crate::ops::rope::Rope;
+pub use crate::store::Verify;
 use crate::store::{ExpertStore, ExpertTable};
 use budget::{Budget, Demand};
 pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory};
@@ -75,77 +77,48 @@ impl Engine {
     /// As [`Engine::open`], reading experts through the device that `device` makes.
     pub fn open_with(checkpoint: Checkpoint, config: &EngineConfig, device: OpenDevice) -> Result<Engine, EngineError> {
         let started = Instant::now();
-        config.check()?;
-        let arch = &checkpoint.arch;
-        let context = context_of(config, arch)?;
-        let sparse = sparse_of(config, arch, context)?;
-        let kernels = match config.isa {
-            Some(isa) => Kernels::for_isa(isa).ok_or(EngineError::NoIsa(isa))?,
-            None => Kernels::best(),
-        };
-        let (mode, _) = settle(config.io, config.device)?;
-        let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), mode)?);
-        let layers = arch.layers.len();
-        let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || config.load_mtp)?;
-        let plan = Plan::new(&checkpoint, &files, config.load_mtp)?;
-
-        let (rows, threads) = (config.prefill_rows.min(context), config.threads);
-        let (prompt_form, decode_form) = forms_of(config.attention, arch);
-        let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
-        let mut room = Room::default();
-        let state = State::new(arch, rows, context, threads, explicit, &mut room);
-        let scratch = ExpertScratch::new(arch, rows, &mut room);
-        let rope = Rope::new(arch.rope_theta, arch.attention.rope, context, &mut room);
-        let sampler = Sampler::new(arch.vocab);
-        room.add(sampler.bytes());
-        let budget = divide(
-            config,
-            &Demand {
-                ram: None,
-                available: config.available_bytes,
-                resident: plan.bytes() as u64,
-                kv: KvCache::bytes(arch, context, sparse),
-                reconstruction: match explicit {
-                    true => (shape_of(arch).rebuilt(threads, context) * size_of::<f32>()) as u64,
-                    false => 0,
-                },
-                activations: room.bytes(),
-                slab: SlabPool::stride_bytes(table.slab_bytes()) as u64,
-                experts: table.experts() as u64,
-            },
-        )?;
-
+        let p = Prepared::new(&checkpoint, config)?;
         let mut notes = checkpoint.notes().to_vec();
-        notes.extend(files.describe());
-        notes.push(budget.to_string());
-        let resident = plan.load()?;
-        let pool = SlabPool::new(table.slab_bytes(), budget.slabs as usize)?;
+        notes.extend(p.files.describe());
+        notes.push(p.budget.to_string());
+        let (checks, note) = integrity::prepare(config, &checkpoint, &p.files, &p.table, device)?;
+        notes.extend(note);
+        let resident = p.plan.load()?;
+        let pool = SlabPool::new(p.table.slab_bytes(), p.budget.slabs as usize)?;
         notes.extend(pool.report().note);
-        let device = device(&files, &pool)?;
+        let device = device(&p.files, &pool)?;
         notes.extend(device.describe().fallback.clone());
         notes.extend(device.describe().notes.iter().cloned());
         let device_before = device.stats();
+        let mut store = ExpertStore::new(p.table, device, pool);
+        store.set_checks(checks);
 
         let opened_in = checkpoint.took();
         let arch = checkpoint.arch;
-        let compute = Compute { kernels, team: Team::new(threads), activations: config.activations };
+        let team = Team::new(config.threads);
+        let compute = Compute { kernels: p.kernels, team, activations: config.activations };
         Ok(Engine {
-            experts: Streamed::new(ExpertStore::new(table, device, pool), scratch),
-            kv: KvCache::new(&arch, context, sparse),
-            state,
+            experts: Streamed::new(store, p.scratch),
+            kv: KvCache::new(&arch, p.context, p.sparse),
+            state: p.state,
             meter: Meter::new(),
-            sampler,
-            prompt_form,
-            decode_form,
-            prefill_rows: rows,
-            budget,
+            sampler: p.sampler,
+            prompt_form: p.prompt_form,
+            decode_form: p.decode_form,
+            prefill_rows: p.rows,
+            budget: p.budget,
             notes,
-            files,
+            files: p.files,
             load: opened_in + started.elapsed(),
             times: Times::default(),
             device_before,
-            model: Model { rope, compute, arch, resident, sparse },
+            model: Model { rope: p.rope, compute, arch, resident, sparse: p.sparse },
         })
+    }
+
+    /// How memory would be divided, without loading anything. Fails as [`Engine::open`] would before it loads.
+    pub fn plan(checkpoint: &Checkpoint, config: &EngineConfig) -> Result<Budget, EngineError> {
+        Ok(Prepared::new(checkpoint, config)?.budget)
     }
 
     /// Lines worth printing once: what is off, how files are read, how memory is divided.
@@ -176,6 +149,80 @@ impl Engine {
     /// Warnings that came up while running, such as a file that turned out not to allow direct reads.
     pub fn warnings(&self) -> Vec<String> {
         self.files.warnings()
+    }
+}
+
+/// A model about to be loaded: everything is decided, memory is divided, no weight is read.
+struct Prepared {
+    context: usize,
+    sparse: bool,
+    rows: usize,
+    kernels: &'static Kernels,
+    prompt_form: Form,
+    decode_form: Form,
+    files: Arc<FileSet>,
+    table: ExpertTable,
+    plan: Plan,
+    state: State,
+    scratch: ExpertScratch,
+    rope: Rope,
+    sampler: Sampler,
+    budget: Budget,
+}
+
+impl Prepared {
+    fn new(checkpoint: &Checkpoint, config: &EngineConfig) -> Result<Prepared, EngineError> {
+        config.check()?;
+        let arch = &checkpoint.arch;
+        let context = context_of(config, arch)?;
+        let sparse = sparse_of(config, arch, context)?;
+        let kernels = match config.isa {
+            Some(isa) => Kernels::for_isa(isa).ok_or(EngineError::NoIsa(isa))?,
+            None => Kernels::best(),
+        };
+        let (mode, _) = settle(config.io, config.device)?;
+        let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), mode)?);
+        let layers = arch.layers.len();
+        let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || config.load_mtp)?;
+        let plan = Plan::new(checkpoint, files.clone(), config.load_mtp)?;
+
+        let (rows, threads) = (config.prefill_rows.min(context), config.threads);
+        let (prompt_form, decode_form) = forms_of(config.attention, arch);
+        let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
+        let mut room = Room::default();
+        let state = State::new(arch, rows, context, threads, explicit, &mut room);
+        let scratch = ExpertScratch::new(arch, rows, &mut room);
+        let rope = Rope::new(arch.rope_theta, arch.attention.rope, context, &mut room);
+        let sampler = Sampler::new(arch.vocab);
+        room.add(sampler.bytes());
+        let rebuilt = if explicit { shape_of(arch).rebuilt(threads, context) } else { 0 };
+        let demand = Demand {
+            ram: None,
+            available: config.available_bytes,
+            resident: plan.bytes() as u64,
+            kv: KvCache::bytes(arch, context, sparse),
+            reconstruction: (rebuilt * size_of::<f32>()) as u64,
+            activations: room.bytes(),
+            slab: SlabPool::stride_bytes(table.slab_bytes()) as u64,
+            experts: table.experts() as u64,
+        };
+        let budget = divide(config, &demand)?;
+        Ok(Prepared {
+            context,
+            sparse,
+            rows,
+            kernels,
+            prompt_form,
+            decode_form,
+            files,
+            table,
+            plan,
+            state,
+            scratch,
+            rope,
+            sampler,
+            budget,
+        })
     }
 }
 

@@ -219,6 +219,10 @@ pub struct ExpertStats {
     pub missed: u64,
     /// Share found in memory; none when nothing was requested.
     pub hit_rate: Option<f64>,
+    /// Reads compared with their checksum.
+    pub verified: u64,
+    /// Time that took, on the thread that computes.
+    pub verify_s: f64,
 }
 
 /// What memory is used for.
@@ -280,6 +284,8 @@ impl Engine {
                 hit_cached: store.hits,
                 missed: store.misses,
                 hit_rate: None,
+                verified: store.checked,
+                verify_s: store.checking.as_secs_f64(),
             },
             memory: MemoryStats {
                 budget: self.budget.total,
@@ -379,7 +385,7 @@ mod tests {
             wall_s: 10.0,
             stages: Stages(vec![("attention", stage(4.0)), ("experts", stage(5.5))]),
             io: IoStats { bytes: 3_000_000_000, busy_s: 1.5, ..IoStats::default() },
-            experts: ExpertStats { requested: 8, hit_cached: 6, missed: 2, hit_rate: None },
+            experts: ExpertStats { requested: 8, hit_cached: 6, missed: 2, ..ExpertStats::default() },
             ..Stats::default()
         };
         stats.derive();

@@ -1,7 +1,7 @@
 //! The weights that stay in memory: everything but the routed experts.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use millstream_io::{Arena, FileSet, FileSpan, IoError};
 use thiserror::Error;
@@ -161,8 +161,8 @@ pub struct Resident {
 }
 
 /// A model whose resident tensors are known and not yet read: what memory is divided by.
-pub struct Plan<'a> {
-    files: &'a FileSet,
+pub struct Plan {
+    files: Arc<FileSet>,
     pieces: Vec<Piece>,
     bytes: usize,
     model: Parts,
@@ -177,11 +177,11 @@ struct Parts {
     mtp: Option<Mtp>,
 }
 
-impl<'a> Plan<'a> {
+impl Plan {
     /// Places every resident matrix of `checkpoint`; vectors (norms, biases) are small and read here.
-    pub fn new(checkpoint: &Checkpoint, files: &'a FileSet, with_mtp: bool) -> Result<Plan<'a>, ResidentError> {
+    pub fn new(checkpoint: &Checkpoint, files: Arc<FileSet>, with_mtp: bool) -> Result<Plan, ResidentError> {
         let arch = &checkpoint.arch;
-        let mut p = Placer { checkpoint, files, pieces: vec![], bytes: 0 };
+        let mut p = Placer { checkpoint, files: &files, pieces: vec![], bytes: 0 };
         let embed = p.matrix("model.embed_tokens.weight", arch.vocab, arch.hidden)?;
         let head = match arch.tied_head {
             true => embed.clone(),
@@ -195,7 +195,8 @@ impl<'a> Plan<'a> {
             None => None,
         };
         let model = Parts { embed, head, final_norm, layers, mtp };
-        Ok(Plan { files, pieces: p.pieces, bytes: p.bytes, model })
+        let Placer { pieces, bytes, .. } = p;
+        Ok(Plan { files, pieces, bytes, model })
     }
 
     /// Bytes of all matrices.
@@ -205,7 +206,7 @@ impl<'a> Plan<'a> {
 
     /// Reads them all into one arena.
     pub fn load(self) -> Result<Resident, ResidentError> {
-        let arena = fill(self.files, &self.pieces, self.bytes)?;
+        let arena = fill(&self.files, &self.pieces, self.bytes)?;
         let Parts { embed, head, final_norm, layers, mtp } = self.model;
         Ok(Resident { arena, bytes: self.bytes, embed, head, final_norm, layers, mtp })
     }

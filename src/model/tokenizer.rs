@@ -222,6 +222,11 @@ impl ControlTokens {
         self.names.iter().find(|(n, _)| n == name).map(|(_, id)| *id)
     }
 
+    /// Name of the control token `id`.
+    pub fn name(&self, id: u32) -> Option<&str> {
+        self.names.iter().find(|(_, other)| *other == id).map(|(name, _)| name.as_str())
+    }
+
     /// Characters that a control token can begin with, sorted.
     pub fn first_chars(&self) -> Vec<char> {
         let set: HashSet<char> = self.names.iter().filter_map(|(n, _)| n.chars().next()).collect();

@@ -7,18 +7,20 @@
 //! A slot is empty, in flight (its slab belongs to the device), or resting (its slab holds an expert). Leased and wanted
 //! slots are pinned: eviction never takes them.
 
+mod checks;
 mod lru;
 mod table;
 #[cfg(test)]
 mod tests;
 
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use millstream_io::{Completion, Device, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait};
 use thiserror::Error;
 
 use crate::kernels::WeightRef;
+pub use checks::{Checks, Damaged, SAMPLE_ONE_IN, Verify};
 use lru::Lru;
 pub use table::{ExpertTable, TableError};
 
@@ -43,6 +45,9 @@ pub enum StoreError {
         #[source]
         source: IoError,
     },
+    /// The read went well and the bytes are wrong; the store stays usable and keeps nothing of them.
+    #[error(transparent)]
+    Damaged(#[from] Damaged),
     /// The device itself failed; every later request fails too.
     #[error("the read device stopped working")]
     Device(#[source] IoError),
@@ -65,6 +70,10 @@ pub struct StoreStats {
     pub reads: u64,
     /// Sum over reads of the time from submission to completion.
     pub service: Duration,
+    /// Reads whose bytes were compared with their hash.
+    pub checked: u64,
+    /// Time that took.
+    pub checking: Duration,
 }
 
 /// The right to use one resting expert; give it back with [`ExpertStore::release`].
@@ -117,6 +126,7 @@ pub struct ExpertStore {
     awaited: usize,
     /// What the device died of. It may have taken slabs along, so no later request can be served to its end.
     dead: Option<IoError>,
+    checks: Checks,
     stats: StoreStats,
 }
 
@@ -135,11 +145,17 @@ impl ExpertStore {
             ready: VecDeque::with_capacity(widest),
             awaited: 0,
             dead: None,
+            checks: Checks::off(),
             stats: StoreStats::default(),
             table,
             device,
             pool,
         }
+    }
+
+    /// From now on compares the bytes of reads with what `checks`, made for the same table, expects.
+    pub fn set_checks(&mut self, checks: Checks) {
+        self.checks = checks;
     }
 
     /// Counters since the start or the last [`ExpertStore::reset_stats`].
@@ -333,7 +349,7 @@ impl ExpertStore {
         self.stats.reads += 1;
         self.stats.bytes += bytes;
         self.stats.service += service;
-        match result {
+        match result.map_err(|source| StoreError::Read { key, source }).and_then(|()| self.checked(key, &slab)) {
             Ok(()) => {
                 self.stats.useful_bytes += self.table.useful_bytes(key);
                 self.slots[slot as usize] = Content::Resting(key, slab);
@@ -341,15 +357,28 @@ impl ExpertStore {
                 self.ready.push_back(slot);
                 Ok(true)
             }
-            Err(source) => {
+            Err(error) => {
                 // The slab goes back to the pool and the slot is the first to be reused: nothing half-read is kept.
                 drop(slab);
                 self.slots[slot as usize] = Content::Empty;
                 self.lru.unpin(slot);
                 self.lru.forget(slot);
-                Err(StoreError::Read { key, source })
+                Err(error)
             }
         }
+    }
+
+    /// Compares what was read with its hash, where this read is one to check.
+    fn checked(&mut self, key: ExpertKey, slab: &Slab) -> Result<(), StoreError> {
+        if self.checks.due(&self.table, key) {
+            let began = Instant::now();
+            let outcome = self.checks.check(&self.table, key, slab.bytes());
+            self.stats.checked += 1;
+            self.stats.checking += began.elapsed();
+            outcome?;
+        }
+        self.checks.saw(&self.table, key);
+        Ok(())
     }
 
     fn died(&mut self, e: IoError) -> StoreError {

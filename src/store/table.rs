@@ -28,6 +28,8 @@ struct Matrix {
 struct Entry {
     segments: Segments,
     useful_bytes: u32,
+    /// From the first useful byte of the slab to the last, where the expert lies in one piece.
+    whole: Option<Place>,
     gate: Matrix,
     up: Matrix,
     down: Matrix,
@@ -96,6 +98,23 @@ impl ExpertTable {
         u64::from(self.entries[self.index(key)].useful_bytes)
     }
 
+    /// Where the expert lies, from its first useful byte to its last, in the file and in its slab; `None` where it is
+    /// gathered from several pieces.
+    pub(super) fn whole(&self, key: ExpertKey) -> Option<(FileSpan, Place)> {
+        let e = &self.entries[self.index(key)];
+        let (place, segment) = (e.whole?, e.segments.first()?);
+        let offset = segment.offset + u64::from(place.at - segment.at);
+        Some((FileSpan { file: segment.file, offset, len: place.len.into() }, place))
+    }
+
+    /// Every expert, in the order of [`ExpertTable::index`].
+    pub(super) fn keys(&self) -> impl Iterator<Item = ExpertKey> {
+        let ends = self.first.iter().skip(1).copied().chain([self.entries.len() as u32]);
+        self.first.iter().zip(ends).enumerate().flat_map(|(layer, (&first, end))| {
+            (0..end - first).map(move |expert| ExpertKey { layer: layer as u16, expert: expert as u16 })
+        })
+    }
+
     /// Sort key that puts reads in the order of files and offsets.
     pub(super) fn file_order(&self, key: ExpertKey) -> (u32, u64) {
         self.entries[self.index(key)].segments.iter().next().map_or((0, 0), |s| (s.file.0, s.offset))
@@ -115,10 +134,13 @@ fn plan(source: &ExpertSource, files: &FileSet) -> Result<(Entry, usize), IoErro
     let mut spans: Vec<FileSpan> = matrices.iter().map(|m| m.data).collect();
     spans.extend(matrices.iter().filter_map(|m| m.scales));
     let plan = layout(&spans, files)?;
+    let begin = plan.places.iter().map(|place| place.at).min().unwrap_or(0);
+    let end = plan.places.iter().map(|place| place.at + place.len).max().unwrap_or(0);
+    let whole = (plan.segments.len() == 1).then_some(Place { at: begin, len: end - begin });
     let (data, scales) = plan.places.split_at(matrices.len());
     let mut scales = scales.iter().copied();
     let [gate, up, down] = std::array::from_fn(|i| placed(matrices[i], data[i], &mut scales));
-    let entry = Entry { segments: plan.segments, useful_bytes: plan.useful_bytes, gate, up, down };
+    let entry = Entry { segments: plan.segments, useful_bytes: plan.useful_bytes, whole, gate, up, down };
     Ok((entry, plan.slab_bytes as usize))
 }
 

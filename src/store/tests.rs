@@ -425,8 +425,121 @@ proptest! {
                     prop_assert!(experts.contains(&key.expert));
                 }
                 Err(StoreError::Device(e)) => prop_assert!(false, "the device lives: {e}"),
+                Err(StoreError::Damaged(e)) => prop_assert!(false, "nothing is checked: {e}"),
             }
             assert_no_slab_is_lost(&store);
         }
     }
+}
+
+/// Checks that know every expert's span and hash, read from the file by other means.
+fn checks(fixture: &Fixture, store: &ExpertStore, verify: Verify, seed: u64) -> Checks {
+    let path = fixture.files.path(FileId(0)).to_owned();
+    let bytes = std::fs::read(&path).unwrap();
+    let expected = |key: ExpertKey| {
+        let offset = sector_of(key.layer.into(), key.expert.into()) * SECTOR;
+        let hash = xxhash_rust::xxh3::xxh3_64(&bytes[offset as usize..][..72]);
+        Some((FileSpan { file: FileId(0), offset, len: 72 }, hash))
+    };
+    let (checks, unchecked) = Checks::new(&store.table, verify, seed, vec![path], expected);
+    assert_eq!(unchecked, 0);
+    checks
+}
+
+/// Flips a bit of the last useful byte of an expert, behind the back of everybody.
+fn damage(fixture: &Fixture, layer: usize, expert: usize) -> (u64, u64) {
+    use std::os::unix::fs::FileExt;
+    let offset = sector_of(layer, expert) * SECTOR;
+    let mut bytes = [0; 72];
+    let file = fixture._file.as_file();
+    file.read_exact_at(&mut bytes, offset).unwrap();
+    let before = xxhash_rust::xxh3::xxh3_64(&bytes);
+    bytes[71] ^= 1;
+    file.write_all_at(&bytes[71..], offset + 71).unwrap();
+    (before, xxhash_rust::xxh3::xxh3_64(&bytes))
+}
+
+#[test]
+fn with_every_read_checked_a_damaged_expert_is_refused_each_time_and_the_others_are_served() {
+    let fixture = fixture();
+    let mut store = fixture.simulated(3, &SimConfig::calm(1));
+    store.set_checks(checks(&fixture, &store, Verify::All, 0));
+    let (before, after) = damage(&fixture, 1, 4);
+    for _ in 0..2 {
+        let error = serve(&mut store, 1, &[2, 4]).unwrap_err();
+        let StoreError::Damaged(damaged) = &error else { panic!("{error}") };
+        assert_eq!(damaged.key, ExpertKey { layer: 1, expert: 4 });
+        assert_eq!((damaged.expected, damaged.found), (before, after));
+        // 4 * 5 % 6 = 2: the third sector of the second layer.
+        assert_eq!((damaged.span.offset, damaged.span.len), (8 * SECTOR, 72));
+        let text = error.to_string();
+        for part in ["expert 4 of layer 1", "72 bytes at 32768", &format!("{before:016x}"), &format!("{after:016x}")] {
+            assert!(text.contains(part), "no {part} in {text}");
+        }
+        assert!(text.contains(fixture.files.path(FileId(0)).to_str().unwrap()));
+        assert_no_slab_is_lost(&store);
+        assert_eq!(serve(&mut store, 1, &[0, 1, 2, 3, 5]).unwrap().len(), 5);
+    }
+    assert_eq!(store.stats().checked, store.stats().reads, "each read, the refused ones too");
+}
+
+#[test]
+fn unchecked_a_damaged_expert_is_not_noticed() {
+    let fixture = fixture();
+    let mut store = fixture.simulated(3, &SimConfig::calm(1));
+    store.set_checks(checks(&fixture, &store, Verify::Off, 0));
+    damage(&fixture, 0, 0);
+    store.request(0, &[0]).unwrap();
+    let lease = store.next_ready().unwrap().unwrap();
+    store.release(lease).unwrap();
+    assert_eq!(store.stats().checked, 0);
+}
+
+#[test]
+fn a_sample_checks_the_first_read_of_what_the_seed_draws_and_refuses_it_until_it_is_whole() {
+    let fixture = fixture();
+    // Twelve experts at one in 64: look for a seed that draws one of them, and one that draws none.
+    let drawn = |seed| {
+        let mut store = fixture.simulated(1, &SimConfig::calm(1));
+        store.set_checks(checks(&fixture, &store, Verify::Sample, seed));
+        let mut drawn = vec![];
+        for layer in 0..LAYERS {
+            for expert in 0..EXPERTS as u16 {
+                let before = store.stats().checked;
+                serve(&mut store, layer, &[expert]).unwrap();
+                drawn.extend((store.stats().checked > before).then_some((layer, expert)));
+            }
+        }
+        // One slab: all of them are read again, and none is a first read.
+        let before = store.stats();
+        for layer in 0..LAYERS {
+            serve(&mut store, layer, &[0, 1, 2, 3, 4, 5]).unwrap();
+        }
+        assert_eq!((store.stats().checked, store.stats().reads), (before.checked, before.reads + 12));
+        drawn
+    };
+    assert!((0..64).any(|seed| drawn(seed).is_empty()));
+    let (seed, drawn) = (0..).map(|seed| (seed, drawn(seed))).find(|(_, drawn)| drawn.len() == 1).unwrap();
+    let (layer, expert) = drawn[0];
+    let mut store = fixture.simulated(1, &SimConfig::calm(1));
+    store.set_checks(checks(&fixture, &store, Verify::Sample, seed));
+    damage(&fixture, layer, expert.into());
+    for _ in 0..3 {
+        assert!(matches!(serve(&mut store, layer, &[expert]), Err(StoreError::Damaged(_))));
+    }
+    damage(&fixture, layer, expert.into());
+    assert_eq!(serve(&mut store, layer, &[expert]).unwrap(), [expert]);
+}
+
+#[test]
+fn a_hash_of_other_bytes_than_the_expert_is_not_used() {
+    let fixture = fixture();
+    let store = fixture.simulated(1, &SimConfig::calm(1));
+    let expected = |key: ExpertKey| {
+        let offset = sector_of(key.layer.into(), key.expert.into()) * SECTOR;
+        let len = if key.expert == 0 { 71 } else { 72 };
+        (key.expert != 1).then_some((FileSpan { file: FileId(0), offset, len }, 0))
+    };
+    let (_, unchecked) = Checks::new(&store.table, Verify::All, 0, vec![], expected);
+    assert_eq!(unchecked, 2 * LAYERS, "experts 0 and 1 of each layer");
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::engine::sampler::Sampling;
-use millstream::engine::{Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, Job, Memory};
+use millstream::engine::{Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, Job, Memory, Verify};
 use millstream::kernels::Isa;
 use millstream_io::{DeviceKind, IoError, IoMode, SimConfig, sim_device};
 
@@ -176,6 +176,8 @@ pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
         context: Some(256),
         activations: arithmetic.activations,
         attention: arithmetic.form,
+        // Where there are checksums, the checks are part of the path.
+        verify: Verify::All,
         ..EngineConfig::new(1 << 32)
     }
 }

@@ -1,6 +1,8 @@
 //! Small files and headers of a model directory.
 
 use crate::mutate::Mutator;
+use millstream::checkpoint::convert::{ConvertOptions, convert};
+use millstream::checkpoint::verify::Manifest;
 use millstream::checkpoint::{Arch, Checkpoint, TensorMap};
 use millstream::engine::{AttentionForm, Engine, EngineConfig, EngineError, Memory};
 use millstream::limits;
@@ -181,4 +183,44 @@ fn whole_models() {
         }
     });
     assert!(accepted > 0 && ran > 0, "{accepted} mutants opened and {ran} of them ran");
+}
+
+#[test]
+fn checksums() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    convert(tiny(), &model, &ConvertOptions::default(), &mut |_| {}).unwrap();
+    fs::copy(tiny().join("tokenizer.json"), model.join("tokenizer.json")).unwrap();
+    let path = model.join("out-00003.safetensors");
+    let whole = fs::read(&path).unwrap();
+    let header: serde_json::Value = {
+        let bytes = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+        serde_json::from_slice(&whole[8..][..bytes]).unwrap()
+    };
+    let data = &whole[8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize..];
+    let hashes = header["__metadata__"]["millstream.xxh3"].as_str().unwrap().as_bytes().to_vec();
+    let (mut accepted, mut refused) = (0, 0);
+    rounds(300, |mutator| {
+        let mut hashes = hashes.clone();
+        mutator.mutate(&mut hashes);
+        let mut header = header.clone();
+        header["__metadata__"]["millstream.xxh3"] = String::from_utf8_lossy(&hashes).into();
+        let header = header.to_string().into_bytes();
+        fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], &header, data].concat()).unwrap();
+        let checkpoint = Checkpoint::open(&model).unwrap();
+        match Manifest::read(&checkpoint) {
+            Ok(manifest) => {
+                accepted += 1;
+                for run in manifest.runs {
+                    let file_bytes = fs::metadata(checkpoint.tensors.path(run.span.file)).unwrap().len();
+                    assert!(run.span.len > 0 && run.span.offset + run.span.len <= file_bytes, "{}", run.name);
+                }
+            }
+            Err(error) => {
+                refused += 1;
+                assert!(error.to_string().contains("checksums"), "{error}");
+            }
+        }
+    });
+    assert!(accepted > 0 && refused > 0, "{accepted} accepted, {refused} refused");
 }

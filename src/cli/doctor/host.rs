@@ -1,0 +1,164 @@
+//! Checks of the machine: how it reads the model's files, and whether the model fits.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use millstream_io::{
+    Access, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoError, PageKind, Priority, Read, SlabPool, Wait,
+    layout, open_device,
+};
+
+use crate::checkpoint::Checkpoint;
+use crate::engine::budget::Budget;
+use crate::engine::{Engine, EngineConfig};
+use crate::kernels::Kernels;
+
+use super::Report;
+use crate::cli::machine::Machine;
+use crate::cli::{Failure, size};
+
+/// Buffers that try out pages and the ring: a few slabs of a large model.
+const TRIAL_BYTES: usize = 32 << 20;
+/// A drive that takes longer for one sector hangs.
+const TRIAL_WAIT: Duration = Duration::from_secs(30);
+
+/// Processor, and the pages that buffers get.
+pub fn pages(machine: &Machine, report: &mut Report) {
+    report.ok("cpu", format!("{}, {} cores, {} kernels", machine.cpu, machine.cores, Kernels::best().isa));
+    let mode = machine.transparent_huge_pages();
+    let pages = match SlabPool::new(TRIAL_BYTES, 1) {
+        Ok(pool) => pool.report(),
+        Err(error) => return report.fail("huge-pages", error.to_string(), error.hint()),
+    };
+    let kind = match pages.kind {
+        PageKind::HugeTlb => "reserved 2 MiB pages",
+        PageKind::Transparent => "transparent 2 MiB pages",
+        PageKind::Small => "4 KiB pages",
+    };
+    let detail = format!("buffers are on {kind} (transparent huge pages: {mode})");
+    match pages.note {
+        Some(note) => report.warn("huge-pages", detail, note),
+        None => report.ok("huge-pages", detail),
+    }
+}
+
+/// How memory would be divided with the settings of `run`.
+pub fn memory(
+    machine: &Machine,
+    checkpoint: &Checkpoint,
+    engine: &EngineConfig,
+    report: &mut Report,
+) -> Option<Budget> {
+    let budget = match Engine::plan(checkpoint, engine) {
+        Ok(budget) => budget,
+        Err(error) => {
+            let hint = error.hint();
+            report.fail("memory", Failure::of(&error).error, hint);
+            return None;
+        }
+    };
+    let text = budget.to_string();
+    let text = format!("{} ({})", text.strip_prefix("memory: ").unwrap_or(&text), machine.memory.source);
+    let sparse = checkpoint.experts.layers[..checkpoint.arch.layers.len()].iter().flatten().count();
+    let token = (sparse * checkpoint.arch.moe.top_k) as u64;
+    if budget.slab > 0 && budget.slabs < token {
+        let hint = format!("one token uses {token} experts, so few are found in memory: raise --ram or shorten -c");
+        report.warn("memory", text, hint);
+    } else {
+        report.ok("memory", text);
+    }
+    Some(budget)
+}
+
+/// Whether the ring may pin the slabs.
+pub fn locked(machine: &Machine, budget: Option<&Budget>, report: &mut Report) {
+    let Some(limit) = machine.lockable() else { return report.ok("memlock", "no limit on locked memory") };
+    let detail = format!("{} may be locked", size::show(limit));
+    match budget.map(Budget::experts) {
+        Some(wanted) if wanted > limit && machine.uid != 0 => {
+            let hint = format!("raise `ulimit -l` to {} KiB: reads into the rest cost more CPU", wanted >> 10);
+            report.warn("memlock", format!("{detail} of {} of slabs", size::show(wanted)), hint);
+        }
+        _ if machine.uid == 0 => report.ok("memlock", format!("{detail}; a privileged process may lock more")),
+        _ => report.ok("memlock", detail),
+    }
+}
+
+/// Opens every shard and says how it is read: a line for each file system and way.
+pub fn files(
+    machine: &Machine,
+    checkpoint: &Checkpoint,
+    engine: &EngineConfig,
+    report: &mut Report,
+) -> Option<Arc<FileSet>> {
+    let files = match FileSet::open(checkpoint.tensors.paths(), engine.io) {
+        Ok(files) => files,
+        Err(error) => {
+            report.fail("files", error.to_string(), error.hint());
+            return None;
+        }
+    };
+    let mut groups: BTreeMap<(String, bool, String), Vec<String>> = BTreeMap::new();
+    for file in (0..files.len() as u32).map(FileId) {
+        let (path, access) = (files.path(file), files.access(file));
+        let as_wished = matches!(access, Access::Direct { .. } | Access::Buffered { why: None });
+        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+        groups.entry((machine.file_system(path), as_wished, access.to_string())).or_default().push(name);
+    }
+    for ((file_system, as_wished, access), names) in groups {
+        let which = match names.as_slice() {
+            [one] => one.clone(),
+            names => format!("{} files from {} on", names.len(), names[0]),
+        };
+        let detail = format!("{which}, {file_system}: {access}");
+        match as_wished {
+            true => report.ok("files", detail),
+            false => report.warn(
+                "files",
+                detail,
+                "the page cache costs CPU and memory: move the model to ext4 or xfs on a local drive",
+            ),
+        }
+    }
+    Some(Arc::new(files))
+}
+
+/// The verdict on io_uring, by opening one and reading with it.
+pub fn ring(files: &Arc<FileSet>, engine: &EngineConfig, report: &mut Report) {
+    if engine.device == DeviceKind::Threads {
+        return report.skip("io_uring", "reader threads are asked for", None);
+    }
+    match try_ring(files) {
+        Ok(registered) => {
+            report.ok("io_uring", format!("works; {} of buffers registered", size::show(registered)));
+        }
+        Err(error) if engine.device == DeviceKind::Uring => {
+            report.fail("io_uring", error.to_string(), error.hint());
+        }
+        Err(error @ IoError::RingRefused { .. }) => {
+            let hint = error.hint().unwrap_or_default();
+            report.warn("io_uring", format!("{error}; reader threads take its place"), hint);
+        }
+        Err(error) => report.fail("io_uring", error.to_string(), error.hint()),
+    }
+}
+
+/// Bytes the kernel registered.
+fn try_ring(files: &Arc<FileSet>) -> Result<u64, IoError> {
+    let pool = SlabPool::new(TRIAL_BYTES, 1)?;
+    let config = DeviceConfig { kind: DeviceKind::Uring, ..DeviceConfig::default() };
+    let mut device = open_device(&config, Arc::clone(files), &pool)?;
+    let registered = device.describe().registered_bytes;
+    let len = files.len_bytes(FileId(0)).min(u64::from(files.align()));
+    let segments = layout(&[FileSpan { file: FileId(0), offset: 0, len }], files)?.segments;
+    let read = Read { tag: 0, priority: Priority::Demand, segments };
+    let Some(slab) = pool.take() else { unreachable!("nobody else has the slab") };
+    if device.submit(read, slab).is_err() {
+        return Err(IoError::DeviceDied { cause: "it takes no read".to_owned() });
+    }
+    match device.reap(Wait::AtMost(TRIAL_WAIT))? {
+        Some(done) => done.result.map(|()| registered),
+        None => Err(IoError::DeviceDied { cause: format!("a read took longer than {} s", TRIAL_WAIT.as_secs()) }),
+    }
+}

@@ -1,0 +1,208 @@
+//! The `doctor` command: whether a model will run here, one line a check.
+
+mod host;
+mod model;
+mod sums;
+
+use std::ffi::OsString;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use clap::Parser;
+use serde_json::{Value as Json, json};
+
+use crate::engine::config::DEFAULT_CONTEXT;
+
+use super::args::{Args, Command, DoctorArgs, RunArgs};
+use super::config::{self, ModelChoice, RunConfig};
+use super::machine::Machine;
+use super::{Done, Failure, bundled};
+
+/// How a check ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Status {
+    Ok,
+    Skip,
+    Warn,
+    Fail,
+}
+
+impl Status {
+    fn name(self) -> &'static str {
+        match self {
+            Status::Ok => "ok",
+            Status::Skip => "skip",
+            Status::Warn => "warn",
+            Status::Fail => "fail",
+        }
+    }
+}
+
+/// One line of the report.
+struct Check {
+    id: &'static str,
+    status: Status,
+    detail: String,
+    hint: Option<String>,
+    /// Fields of the JSON object besides these.
+    more: Vec<(&'static str, Json)>,
+}
+
+/// All checks so far. Without `json` each is printed as it comes, since some take long.
+struct Report {
+    json: bool,
+    checks: Vec<Check>,
+    written: std::io::Result<()>,
+}
+
+impl Report {
+    fn new(json: bool) -> Report {
+        Report { json, checks: Vec::new(), written: Ok(()) }
+    }
+
+    fn ok(&mut self, id: &'static str, detail: impl Into<String>) {
+        self.add(Check { id, status: Status::Ok, detail: detail.into(), hint: None, more: vec![] });
+    }
+
+    fn skip(&mut self, id: &'static str, detail: impl Into<String>, hint: Option<String>) {
+        self.add(Check { id, status: Status::Skip, detail: detail.into(), hint, more: vec![] });
+    }
+
+    fn warn(&mut self, id: &'static str, detail: impl Into<String>, hint: impl Into<String>) {
+        self.add(Check { id, status: Status::Warn, detail: detail.into(), hint: Some(hint.into()), more: vec![] });
+    }
+
+    fn fail(&mut self, id: &'static str, detail: impl Into<String>, hint: Option<String>) {
+        self.add(Check { id, status: Status::Fail, detail: detail.into(), hint, more: vec![] });
+    }
+
+    /// A failure as `run` would show it.
+    fn failure(&mut self, id: &'static str, failure: Failure) {
+        let cause = failure.cause.map(|cause| format!(": {cause}")).unwrap_or_default();
+        self.fail(id, failure.error + &cause, failure.hint);
+    }
+
+    fn add(&mut self, check: Check) {
+        if !self.json {
+            let mut text = format!("{:<5} {:<12} {}\n", check.status.name(), check.id, check.detail);
+            if let Some(hint) = &check.hint {
+                text += &format!("      {:<12} hint: {hint}\n", "");
+            }
+            self.write(&text);
+        }
+        self.checks.push(check);
+    }
+
+    fn worst(&self) -> Status {
+        let bad = self.checks.iter().map(|check| check.status).filter(|status| *status > Status::Skip);
+        bad.max().unwrap_or(Status::Ok)
+    }
+
+    /// Writes the verdict, or the JSON object.
+    fn end(&mut self) {
+        let result = match self.worst() {
+            Status::Fail => "fail",
+            Status::Warn => "warning",
+            Status::Ok | Status::Skip => "ok",
+        };
+        let text = if self.json { self.to_json(result).to_string() } else { format!("result: {result}") };
+        self.write(&(text + "\n"));
+    }
+
+    fn to_json(&self, result: &str) -> Json {
+        let checks = self.checks.iter().map(|check| {
+            let Check { id, status, detail, hint, more } = check;
+            let mut object = json!({ "id": id, "status": status.name(), "detail": detail, "hint": hint });
+            more.iter().for_each(|(name, value)| object[*name] = value.clone());
+            object
+        });
+        json!({ "schema_version": 1, "result": result, "checks": checks.collect::<Vec<_>>() })
+    }
+
+    fn write(&mut self, text: &str) {
+        if self.written.is_ok() {
+            let mut out = std::io::stdout().lock();
+            self.written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+        }
+    }
+}
+
+/// Checks everything `run` needs, in the order in which it needs it.
+pub fn doctor(args: &DoctorArgs, machine: &Machine) -> Result<Done, Failure> {
+    let mut report = Report::new(args.json);
+    let done = match settle(args, machine, &mut report) {
+        Ok((dir, config)) => examine(args, machine, &dir, &config, &mut report)?,
+        Err(done) => done,
+    };
+    report.end();
+    match &report.written {
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => return Ok(Done::PipeClosed),
+        Err(e) => return Err(Failure::work("cannot write the report to standard output").cause(e)),
+        Ok(()) => {}
+    }
+    Ok(if done == Done::Whole && report.worst() == Status::Fail { Done::Unwell } else { done })
+}
+
+/// The model's directory and the settings that `run` would have with no other flag; where there are none, the report
+/// says why, and the command is done.
+fn settle(args: &DoctorArgs, machine: &Machine, report: &mut Report) -> Result<(PathBuf, RunConfig), Done> {
+    let given = args.model.clone().or_else(|| machine.variable("MILLSTREAM_MODEL").map(PathBuf::from));
+    let mut refuse = |id, failure| {
+        report.failure(id, failure);
+        Done::Whole
+    };
+    if let Some(dir) = given {
+        config::check_model_dir(&dir, "-m").map_err(|failure| refuse("directory", failure))?;
+    }
+    let decided = config::decide(&run_args(args), machine);
+    let decided = decided.and_then(|config| config.check_memory(machine).map(|()| config));
+    let config = decided.map_err(|failure| refuse("settings", failure))?;
+    let dir = match &config.model {
+        ModelChoice::Dir(dir) => dir.clone(),
+        ModelChoice::Bundled(source) => match bundled::container(source, machine, false) {
+            Ok(Some(checkpoint)) => checkpoint.dir,
+            Ok(None) => return Err(Done::Interrupted),
+            Err(failure) => return Err(refuse("directory", failure)),
+        },
+    };
+    report.ok("directory", dir.display().to_string());
+    Ok((dir, config))
+}
+
+/// What `run` would be started with. `millstream run` alone is a valid command line, with every flag at its default.
+fn run_args(args: &DoctorArgs) -> RunArgs {
+    let typed = ["millstream", "run"].map(OsString::from);
+    match Args::try_parse_from(typed).map(|args| args.command) {
+        Ok(Command::Run(run)) => RunArgs { model: args.model.clone(), ..*run },
+        other => unreachable!("`millstream run` was read as {other:?}"),
+    }
+}
+
+fn examine(
+    args: &DoctorArgs,
+    machine: &Machine,
+    dir: &Path,
+    config: &RunConfig,
+    report: &mut Report,
+) -> Result<Done, Failure> {
+    let checkpoint = model::examine(dir, report);
+    let Some(checkpoint) = checkpoint else {
+        for id in ["files", "io_uring", "memory", "checksums"] {
+            report.skip(id, "needs a model without faults", None);
+        }
+        host::pages(machine, report);
+        return Ok(Done::Whole);
+    };
+    let context = checkpoint.arch.max_context.min(DEFAULT_CONTEXT);
+    let engine = config.engine(context);
+    host::pages(machine, report);
+    let budget = host::memory(machine, &checkpoint, &engine, report);
+    host::locked(machine, budget.as_ref(), report);
+    let Some(files) = host::files(machine, &checkpoint, &engine, report) else {
+        report.skip("io_uring", "needs files that can be opened", None);
+        report.skip("checksums", "needs files that can be opened", None);
+        return Ok(Done::Whole);
+    };
+    host::ring(&files, &engine, report);
+    sums::examine(args.deep, machine, &checkpoint, &files, &engine, report)
+}

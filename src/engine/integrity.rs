@@ -1,0 +1,66 @@
+//! What of a container is compared with its checksums, and when.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use millstream_io::{FileSet, SlabPool};
+
+use super::{EngineConfig, EngineError, OpenDevice, Verify};
+use crate::checkpoint::Checkpoint;
+use crate::checkpoint::verify::{self, HashedRun, Manifest};
+use crate::store::{Checks, ExpertKey, ExpertTable};
+
+/// Slabs of the check of resident weights: enough that one is read while another is hashed, on any budget.
+const SLABS: usize = 2;
+
+/// The checks of expert reads, and a line where an explicit wish cannot be met. Where every read is to be checked, the
+/// resident weights are checked here, before they are loaded.
+pub(super) fn prepare(
+    config: &EngineConfig,
+    checkpoint: &Checkpoint,
+    files: &Arc<FileSet>,
+    table: &ExpertTable,
+    device: OpenDevice,
+) -> Result<(Checks, Option<String>), EngineError> {
+    if config.verify == Verify::Off {
+        return Ok((Checks::off(), None));
+    }
+    let manifest = Manifest::read(checkpoint)?;
+    if manifest.is_empty() {
+        let note = "the model has no checksums, so nothing is verified: millstream convert writes them";
+        return Ok((Checks::off(), (config.verify == Verify::All).then(|| note.to_owned())));
+    }
+    let experts: HashMap<ExpertKey, &HashedRun> =
+        manifest.runs.iter().filter_map(|run| Some((key(run)?, run))).collect();
+    let expected = |key| experts.get(&key).map(|run| (run.span, run.hash));
+    let shards = checkpoint.tensors.paths().to_vec();
+    let (checks, unchecked) = Checks::new(table, config.verify, config.verify_seed, shards, expected);
+    if config.verify != Verify::All {
+        return Ok((checks, None));
+    }
+    let layers = checkpoint.arch.layers.len();
+    let is_loaded = |run: &&HashedRun| run.expert.is_none() && (config.load_mtp || run.layer != Some(layers));
+    let resident: Vec<HashedRun> = manifest.runs.iter().filter(is_loaded).cloned().collect();
+    check_resident(&resident, files, device)?;
+    let note = (unchecked > 0).then(|| format!("{unchecked} of {} experts have no checksum", table.experts()));
+    Ok((checks, note))
+}
+
+fn key(run: &HashedRun) -> Option<ExpertKey> {
+    Some(ExpertKey { layer: u16::try_from(run.layer?).ok()?, expert: u16::try_from(run.expert?).ok()? })
+}
+
+fn check_resident(runs: &[HashedRun], files: &Arc<FileSet>, device: OpenDevice) -> Result<(), EngineError> {
+    if runs.is_empty() {
+        return Ok(());
+    }
+    let pool: SlabPool = verify::pool_for(runs, files, SLABS)?;
+    let mut device = device(files, &pool)?;
+    let never = AtomicBool::new(false);
+    let report = verify::check(runs, files, &pool, &mut *device, 1, &never, &mut |_| {})?;
+    match report.damage.into_iter().next() {
+        Some(damage) => Err(EngineError::Damaged(Box::new(damage))),
+        None => Ok(()),
+    }
+}
