@@ -161,6 +161,115 @@ fn a_damaged_copy_is_made_anew() {
     assert_eq!(stdout(&second), stdout(&first));
 }
 
+/// The only entry of the cache.
+fn cached(cache: &Path) -> PathBuf {
+    let mut entries = std::fs::read_dir(cache.join("millstream")).unwrap();
+    let path = entries.next().unwrap().unwrap().path();
+    assert!(entries.next().is_none());
+    path
+}
+
+fn first_use(cache: &Path) -> Output {
+    millstream(&["run", "--temp", "0", "-n", "4", "-p", FOX]).env("XDG_CACHE_HOME", cache).output().unwrap()
+}
+
+#[test]
+fn whatever_stands_in_the_way_of_the_cached_copy_goes_aside() {
+    let cache = tempfile::tempdir().unwrap();
+    let first = first_use(cache.path());
+    let container = cached(cache.path());
+    let without_config = || std::fs::remove_file(container.join("config.json")).unwrap();
+    let a_file = || {
+        std::fs::remove_dir_all(&container).unwrap();
+        std::fs::write(&container, "x").unwrap();
+    };
+    let a_dangling_link = || {
+        std::fs::remove_dir_all(&container).unwrap();
+        std::os::unix::fs::symlink("/no/such/place", &container).unwrap();
+    };
+    for spoil in [&without_config as &dyn Fn(), &a_file, &a_dangling_link] {
+        spoil();
+        let output = first_use(cache.path());
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        assert!(stderr(&output).contains("made anew"), "{}", stderr(&output));
+        assert_eq!(stdout(&output), stdout(&first));
+        assert_eq!(cached(cache.path()), container);
+    }
+}
+
+#[test]
+fn damaged_weights_of_the_cached_copy_name_the_directory_to_delete() {
+    let cache = tempfile::tempdir().unwrap();
+    let first = first_use(cache.path());
+    let container = cached(cache.path());
+    // Scales that are not numbers: the headers stay as they are, so that the container opens.
+    for entry in std::fs::read_dir(&container).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|e| e == "safetensors") {
+            let mut bytes = std::fs::read(&path).unwrap();
+            let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+            bytes[data..].fill(0xFF);
+            std::fs::write(&path, bytes).unwrap();
+        }
+    }
+    refused(&first_use(cache.path()), 1, &["delete the directory", container.to_str().unwrap()]);
+    // The same for its small files.
+    std::fs::write(container.join("tokenizer.json"), "{}").unwrap();
+    refused(&first_use(cache.path()), 1, &["tokenizer.json", "delete the directory", container.to_str().unwrap()]);
+    std::fs::remove_dir_all(&container).unwrap();
+    assert_eq!(stdout(&first_use(cache.path())), stdout(&first));
+}
+
+#[test]
+fn an_interrupted_conversion_says_so_and_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let (source, whole, other) = (bundled(), dir.path().join("whole"), dir.path().join("other"));
+    let arguments = |to: &Path| ["convert", source.to_str().unwrap(), to.to_str().unwrap()].map(str::to_owned);
+    let convert = |to: &Path| millstream(&arguments(to).each_ref().map(String::as_str));
+    assert!(convert(&whole).output().unwrap().status.success());
+    let child = convert(&other).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // The first shard is there, so the signal is watched for; the last may be too.
+    while !other.join("out-00000.safetensors").exists() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    if output.status.code() == Some(130) {
+        let said = stderr(&output);
+        assert!(said.ends_with("interrupted; the same command continues\n") && !said.contains("error"), "{said}");
+        refused(&run(&["-p", "x", "-m", other.to_str().unwrap()]), 1, &["did not finish"]);
+    } else {
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    }
+    assert!(convert(&other).output().unwrap().status.success());
+    for entry in std::fs::read_dir(&whole).unwrap() {
+        let name = entry.unwrap().file_name();
+        assert_eq!(std::fs::read(whole.join(&name)).unwrap(), std::fs::read(other.join(&name)).unwrap(), "{name:?}");
+    }
+}
+
+#[test]
+fn too_little_memory_is_a_sum_and_a_number_that_works() {
+    let output = run(&["-p", FOX, "-n", "8", "--ram", "1M"]);
+    refused(&output, 1, &["MB resident", "MB KV", "(1 slab of 0.05 MB)", "the smallest --ram that works is "]);
+    assert!(!stderr(&output).contains("free memory"), "{}", stderr(&output));
+    let least = stderr(&output).split("that works is ").nth(1).unwrap().split(';').next().unwrap().to_owned();
+    answer(&["-p", FOX, "-n", "8", "--ram", &least]);
+    // A tenth of a megabyte less does not.
+    let tenths: u64 = least.trim_end_matches("MB").replace('.', "").parse().unwrap();
+    let less = format!("{}.{}MB", (tenths - 1) / 10, (tenths - 1) % 10);
+    refused(&run(&["-p", FOX, "-n", "8", "--ram", &less]), 1, &[&format!("works is {least};")]);
+}
+
+#[test]
+fn what_the_machine_does_not_have_is_noted() {
+    let output = run(&["-p", FOX, "-n", "1", "--ram", "900T", "-t", "1000"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    for word in ["990 TB of memory are allowed", "1000 threads share the "] {
+        assert_eq!(stderr(&output).matches(word).count(), 1, "{word}: {}", stderr(&output));
+    }
+}
+
 #[test]
 fn without_a_home_the_temporary_directory_serves() {
     let temp = tempfile::tempdir().unwrap();
@@ -267,6 +376,8 @@ fn what_cannot_work_is_said_before_the_model_loads() {
         (&["-p", "x", "--stop", ""], &["a stop string is empty"]),
         (&["-p", "x", "-m", "/no/such/model"], &["/no/such/model does not exist"]),
         (&["-p", "x", "--ram", "lots"], &["'lots' is not a size"]),
+        (&["-p", "x", "--ram", "0"], &["--ram", "no model fits no memory"]),
+        (&["-p", "x", "--stats-json", "-"], &["--stats-json takes a file", "--json"]),
         (&["-p", "x", "--stats-json", "/no/such/dir/x"], &["cannot write the statistics to /no/such/dir/x"]),
         (&["-p", "1 two", "--ids"], &["\"two\" in the prompt is not a token id"]),
         (&["-p", "5 4096", "--ids"], &["token id 4096", "vocabulary of 4096"]),
@@ -283,6 +394,9 @@ fn what_cannot_work_is_said_before_the_model_loads() {
 
 #[test]
 fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
+    let long = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(long.path(), vec![b'a'; 1 << 20]).unwrap();
+    refused(&run(&["-f", long.path().to_str().unwrap()]), 2, &["at least ", "by its length", "4096"]);
     let ids = vec!["17"; 5000].join(",");
     refused(&run(&["--ids", "-p", &ids]), 2, &["5000 tokens", "4096"]);
 }
@@ -322,6 +436,85 @@ fn without_a_chat_template_raw_prompts_still_work() {
     let model = dir.path().to_str().unwrap();
     refused(&run(&["-p", "x", "-m", model]), 1, &["has no chat template", "--raw"]);
     assert_ne!(answer(&["-q", "-n", "2", "--raw", "-p", "Once", "-m", model]), "");
+}
+
+#[test]
+fn a_template_that_is_none_is_blamed() {
+    let dir = copy_without(&["chat_template.jinja"]);
+    let (template, model) = (dir.path().join("chat_template.jinja"), dir.path().to_str().unwrap().to_owned());
+    for text in ["", " \n", "{% if false %}x{% endif %}"] {
+        std::fs::write(&template, text).unwrap();
+        refused(&run(&["-p", "x", "-m", &model]), 1, &["the chat template", "no text", "--raw"]);
+    }
+    std::fs::write(&template, b"a\xFF").unwrap();
+    let output = run(&["-p", "x", "-m", &model]);
+    refused(&output, 1, &["chat_template.jinja", "not UTF-8"]);
+    assert!(!stderr(&output).contains("permission"), "{}", stderr(&output));
+    std::fs::write(&template, "Once upon a time").unwrap();
+    let output = run(&["-p", "a fox", "-n", "1", "-m", &model]);
+    assert!(stderr(&output).contains("does not contain the prompt"), "{}", stderr(&output));
+    std::fs::write(&template, "Tell: {{ messages[0].content|trim }}").unwrap();
+    let output = run(&["-p", " a fox ", "-n", "1", "-m", &model]);
+    assert!(!stderr(&output).contains("does not contain the prompt"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_tokenizer_beyond_the_vocabulary_names_both_files() {
+    let dir = copy_without(&["tokenizer.json"]);
+    let mut tokenizer: Value =
+        serde_json::from_slice(&std::fs::read(bundled().join("tokenizer.json")).unwrap()).unwrap();
+    let mut token = tokenizer["added_tokens"][0].clone();
+    (token["id"], token["content"]) = (4096.into(), "<|beyond|>".into());
+    tokenizer["added_tokens"].as_array_mut().unwrap().push(token);
+    std::fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let model = dir.path().to_str().unwrap();
+    refused(
+        &run(&["-p", "x", "-m", model]),
+        1,
+        &["tokenizer.json has token ids up to 4096", "config.json a vocab_size of 4096"],
+    );
+    answer(&["--ids", "-p", "5", "-n", "1", "-m", model]);
+}
+
+#[test]
+fn small_files_are_named_with_their_directory_and_a_hint_that_fits() {
+    for (edit, words) in [
+        (&|c: &mut Value| c["model_type"] = "llama".into(), "not supported: only those of type glm_moe_dsa"),
+        (
+            &|c: &mut Value| c["rope_parameters"]["rope_type"] = "yarn".into(),
+            "rotary position embedding is not supported",
+        ),
+        (&|c: &mut Value| c["quantization_config"]["quant_method"] = "awq".into(), "quantization is not supported"),
+        (&|c: &mut Value| c["scoring_func"] = "softmax".into(), "variant of the architecture is not supported"),
+        (&|c: &mut Value| c["hidden_size"] = Value::Null, "compare it with"),
+    ] as [(&dyn Fn(&mut Value), &str); 5]
+    {
+        let dir = copy_without(&["config.json"]);
+        let mut config: Value = serde_json::from_slice(&std::fs::read(bundled().join("config.json")).unwrap()).unwrap();
+        edit(&mut config);
+        let path = dir.path().join("config.json");
+        std::fs::write(&path, config.to_string()).unwrap();
+        let output = run(&["-p", "x", "-m", dir.path().to_str().unwrap()]);
+        refused(&output, 1, &[path.to_str().unwrap(), words]);
+        assert!(!stderr(&output).contains("fetch"), "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn a_destination_that_cannot_be_is_not_blamed_on_the_drive() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, "x").unwrap();
+    for destination in [file.clone(), file.join("below")] {
+        let arguments = ["convert", bundled().to_str().unwrap(), destination.to_str().unwrap()].map(str::to_owned);
+        let output = millstream(&arguments.each_ref().map(String::as_str)).output().unwrap();
+        refused(&output, 1, &["a file is where a directory should be"]);
+        assert!(!stderr(&output).contains("dmesg"), "{}", stderr(&output));
+    }
+    let empty = dir.path().to_str().unwrap();
+    std::fs::remove_file(&file).unwrap();
+    let output = millstream(&["convert", empty, dir.path().join("to").to_str().unwrap()]).output().unwrap();
+    refused(&output, 1, &["0 weight shards", "give the directory that holds the *.safetensors files"]);
 }
 
 #[test]
@@ -376,7 +569,7 @@ fn convert_writes_what_run_reads() {
     assert_eq!(json["model"]["formats"], serde_json::json!(["f32", "int8"]));
     // The same directory with other parameters is refused, with both sets.
     let other = millstream(&["convert", source.to_str().unwrap(), &container, "--experts", "4"]).output().unwrap();
-    refused(&other, 1, &["experts=8", "experts=4"]);
+    refused(&other, 1, &["a finished conversion", "there `experts=8`, asked now `experts=4`"]);
     refused(
         &millstream(&["convert", "/no/such/dir", &container]).output().unwrap(),
         2,

@@ -228,6 +228,60 @@ fn an_ordinary_user_without_a_home_or_a_network_converts_and_runs() {
     command.args(like.get_args()).env("HOME", "/nonexistent").env_remove("XDG_CACHE_HOME").current_dir(own.path());
     let output = changed(command, drop_rights).unwrap();
     assert_eq!(answer(&output, &[]), expected());
+
+    // The same where not one more process or thread may be: loading and converting make do with the one there is.
+    let alone = move || {
+        let limit = libc::rlimit { rlim_cur: 1, rlim_max: 1 };
+        // SAFETY: the limit outlives the call.
+        check(unsafe { libc::setrlimit(libc::RLIMIT_NPROC, &raw const limit) })?;
+        drop_rights()
+    };
+    let mut command = Command::new(&program);
+    command.args(["convert", "-q"]).arg(&model).arg(own.path().join("alone")).current_dir(own.path());
+    let output = changed(command, alone).unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    for name in ["out-00000.safetensors", "out-00008.safetensors"] {
+        let [one, other] = ["container", "alone"].map(|dir| std::fs::read(own.path().join(dir).join(name)).unwrap());
+        assert!(one == other, "{name} depends on the threads that wrote it");
+    }
+    let mut command = Command::new(&program);
+    command.args(like.get_args()).args(["--device", "threads"]).current_dir(own.path());
+    let output = changed(command, alone).unwrap();
+    let said = text(&output.stderr);
+    assert!(!said.contains("panicked"), "{said}");
+    if output.status.code() != Some(0) {
+        assert!(said.contains("thread") && said.contains("hint:"), "{said}");
+    }
+
+    // A directory above the model that may not be entered is no model that does not exist.
+    let locked = own.path().join("locked");
+    std::fs::create_dir(&locked).unwrap();
+    std::fs::set_permissions(&locked, Permissions::from_mode(0o700)).unwrap();
+    let mut command = Command::new(&program);
+    command.args(["run", "-p", "x", "-m"]).arg(locked.join("model")).current_dir(own.path());
+    let output = changed(command, drop_rights).unwrap();
+    let said = text(&output.stderr);
+    assert!(
+        output.status.code() == Some(2) && said.contains("ermission denied") && said.contains("may not enter"),
+        "{said}"
+    );
+
+    // A cache that holds the container and cannot be written is used as it is.
+    std::fs::create_dir(own.path().join("models")).unwrap();
+    std::os::unix::fs::symlink(&model, own.path().join("models/glm-tales")).unwrap();
+    let cache = own.path().join("cache");
+    let first_use = |drop: bool| {
+        let mut command = Command::new(&program);
+        command.args(["run", "-p", "x", "-n", "1"]).env("XDG_CACHE_HOME", &cache).current_dir(own.path());
+        match drop {
+            true => changed(command, drop_rights).unwrap(),
+            false => command.output().unwrap(),
+        }
+    };
+    answer(&first_use(false), &["first use"]);
+    let output = first_use(true);
+    answer(&output, &["allowed"]);
+    assert!(!text(&output.stderr).contains("first use"), "{}", text(&output.stderr));
 }
 
 /// How often `path` is opened while `work` is done, by whomever.

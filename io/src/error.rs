@@ -162,6 +162,9 @@ impl IoError {
                 "lower the memory budget (--ram), or raise `ulimit -v` or the cgroup's memory.max"
             }
             IoError::RingRefused { remedy, .. } => return Some(remedy.clone()),
+            IoError::Start { errno, .. } if errno.kind() == ErrnoKind::Again => {
+                "no more threads or processes may be started: end some, or raise `ulimit -u` or the cgroup's pids.max"
+            }
             IoError::Start { errno, .. } => return errno.hint().map(str::to_owned),
             IoError::DeviceDied { .. } => "start again; --device threads avoids io_uring",
             IoError::Refused { what, .. } => return REMEDIES.iter().find(|r| r.0 == *what).map(|r| r.1.to_owned()),

@@ -7,7 +7,7 @@
 //! and no product of two of them comes near 2^63, so sizes need no checked arithmetic later.
 
 use super::arch::{Arch, AttentionArch, Family, IndexerArch, IndexerKind, LayerArch, MlpKind, MoeArch};
-use super::error::{CheckpointError, Result, io_error};
+use super::error::{CheckpointError, Result, io_error, is_there};
 use crate::limits::{
     MAX_COLUMNS, MAX_CONTEXT, MAX_EXPERTS, MAX_GROUPS, MAX_HEADS, MAX_HIDDEN, MAX_KV_RANK, MAX_LAYERS, MAX_ROPE,
     MAX_SMALL_FILE_BYTES, MAX_TOP_K, MAX_VOCAB,
@@ -25,11 +25,16 @@ impl Arch {
     pub fn read(dir: &Path) -> Result<Arch> {
         let config = read_small(&dir.join("config.json"))?;
         let generation_path = dir.join("generation_config.json");
-        let generation = match generation_path.exists() {
+        let generation = match is_there(&generation_path)? {
             true => Some(read_small(&generation_path)?),
             false => None,
         };
-        Arch::parse(&config, generation.as_deref())
+        Arch::parse(&config, generation.as_deref()).map_err(|error| match error {
+            CheckpointError::Config { file, field, expected, found } => {
+                CheckpointError::Config { file: dir.join(file).display().to_string(), field, expected, found }
+            }
+            other => other,
+        })
     }
 
     /// Parses the bytes of `config.json` and, where there is one, of `generation_config.json`.
@@ -73,9 +78,8 @@ pub(crate) fn stop_sources(dir: &Path, arch: &Arch) -> Result<Vec<(&'static str,
 pub(crate) fn read_small(path: &Path) -> Result<Vec<u8>> {
     let bytes = std::fs::metadata(path).map_err(io_error("read", path))?.len();
     if bytes > MAX_SMALL_FILE_BYTES {
-        let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         return Err(CheckpointError::Config {
-            file,
+            file: path.display().to_string(),
             field: "length".to_owned(),
             expected: format!("at most {MAX_SMALL_FILE_BYTES} bytes"),
             found: format!("{bytes} bytes"),

@@ -41,7 +41,7 @@ pub enum CheckpointError {
     /// A small JSON file has a value that is absent, of the wrong kind, or not supported.
     #[error("{file}: {field}: expected {expected}, found {found}")]
     Config {
-        /// Name of the file.
+        /// The file: its path, where it was read from one.
         file: String,
         /// Dotted path of the value; `JSON` when the text itself is broken.
         field: String,
@@ -159,14 +159,22 @@ pub enum CheckpointError {
         found: String,
     },
     /// The destination was begun with other parameters, or from another source.
-    #[error("{} holds a conversion made with other parameters: there `{found}`, asked now `{wanted}`", dir.display())]
+    #[error("{} holds {} conversion made with other parameters: there `{found}`, asked now `{wanted}`", dir.display(), if *finished { "a finished" } else { "an unfinished" })]
     ConvertDiffers {
         /// Destination directory.
         dir: PathBuf,
-        /// Parameters asked for now.
+        /// Those of the parameters asked for now that differ.
         wanted: String,
-        /// Parameters of what is there.
+        /// Those of what is there that differ.
         found: String,
+        /// Whether what is there is whole.
+        finished: bool,
+    },
+    /// The conversion was asked to end.
+    #[error("the conversion into {} was interrupted", dir.display())]
+    Interrupted {
+        /// Destination directory.
+        dir: PathBuf,
     },
     /// Another conversion is writing into the destination.
     #[error("another conversion is writing into {}", dir.display())]
@@ -198,21 +206,15 @@ impl CheckpointError {
     /// One line on what to do about it.
     pub fn hint(&self) -> &'static str {
         match self {
-            CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
-                "check the path; in a download cache a dangling link means the file was never fetched"
+            CheckpointError::Io { action, source, .. } => io_hint(action, source.kind()),
+            CheckpointError::SmallFilesMissing { shards: 0, .. } | CheckpointError::NoShards { .. } => {
+                "give the directory that holds the *.safetensors files of the model"
             }
-            CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
-                "free space and run the same command again: finished shards are kept"
-            }
-            CheckpointError::Io { .. } => "check permissions and the drive's health (dmesg)",
             CheckpointError::SmallFilesMissing { .. } => {
                 "copy the small JSON files of the same checkpoint beside the shards"
             }
-            CheckpointError::NoShards { .. } => "give the directory that holds the *.safetensors files of the model",
             CheckpointError::Unfinished { .. } => "run the same convert command again: it continues where it stopped",
-            CheckpointError::Config { .. } => {
-                "fetch the small files of the checkpoint again; a value that is right but unsupported needs another release"
-            }
+            CheckpointError::Config { field, found, .. } => config_hint(field, found),
             CheckpointError::Header { .. } => {
                 "the shard is damaged or incomplete: fetch it again and compare its checksum"
             }
@@ -232,9 +234,11 @@ impl CheckpointError {
             }
             CheckpointError::NotFinite { .. } => "the source shard is damaged: fetch it again",
             CheckpointError::ConvertOptions { .. } => "change the option named above",
+            CheckpointError::ConvertDiffers { finished: true, .. } => "give another destination, or remove this one",
             CheckpointError::ConvertDiffers { .. } => {
-                "give the same parameters to continue, or another destination to start afresh"
+                "give the parameters it was begun with to continue it, or another destination"
             }
+            CheckpointError::Interrupted { .. } => "the same command continues",
             CheckpointError::ConvertBusy { .. } => "wait for it to end, or give another destination",
             CheckpointError::ConvertOccupied { .. } => "give an empty or new directory",
             CheckpointError::NoSpace { .. } => "free space, or give a destination on a larger drive",
@@ -242,8 +246,64 @@ impl CheckpointError {
     }
 }
 
+/// What to do about a refusal of the system.
+fn io_hint(action: &str, kind: io::ErrorKind) -> &'static str {
+    use io::ErrorKind::{
+        AlreadyExists, NotADirectory, NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
+    };
+    let writes = ["create", "write", "rename", "sync", "remove", "lock"].contains(&action);
+    match kind {
+        StorageFull | QuotaExceeded => "free space and run the same command again: finished shards are kept",
+        ReadOnlyFilesystem => "the file system is mounted read-only: give another destination",
+        PermissionDenied if writes => {
+            "permission: this user may not write there; give another destination, or change who may"
+        }
+        PermissionDenied => "permission: this user may not read it, or not enter a directory above it",
+        AlreadyExists | NotADirectory => "a file is where a directory should be: check the path",
+        NotFound if writes => "check the path of the destination",
+        NotFound => "check the path; in a download cache a dangling link means the file was never fetched",
+        _ if writes => "check the drive that is written to (dmesg)",
+        _ => "check the drive's health (dmesg)",
+    }
+}
+
+/// What to do about a small file: fetch it again where it is damaged, and never where it is right but unsupported.
+fn config_hint(field: &str, found: &str) -> &'static str {
+    const VARIANT: [&str; 7] = [
+        "scoring_func",
+        "topk_method",
+        "hidden_act",
+        "attention_bias",
+        "moe_layer_freq",
+        "rope_interleave",
+        "indexer_rope_interleave",
+    ];
+    const ROPE: [&str; 5] = ["rope_type", "type", "partial_rotary_factor", "factor", "attention_factor"];
+    let last = field.rsplit('.').next().unwrap_or(field);
+    if ["JSON", "weight_map", "length"].contains(&field) {
+        "the file is damaged or cut short: fetch it again"
+    } else if found == "nothing" {
+        "the file lacks a value that decides what the model is: compare it with the one of the model's publisher"
+    } else if field == "model_type" {
+        "models of this type are not supported: only those of type glm_moe_dsa are"
+    } else if field.starts_with("quantization_config.") {
+        "this quantization is not supported: only FP8 (e4m3) in blocks of 128 by 128, and no quantization, are"
+    } else if field.starts_with("rope_") && ROPE.contains(&last) {
+        "this kind of rotary position embedding is not supported: only the default, without scaling, is"
+    } else if VARIANT.contains(&field) {
+        "this variant of the architecture is not supported"
+    } else {
+        "the value is damaged, or outside what this release supports: compare it with the one of the model's publisher"
+    }
+}
+
 /// Shorthand of this layer.
 pub type Result<T> = std::result::Result<T, CheckpointError>;
+
+/// Whether something is at `path`. That it cannot be looked at is an error, not an absence.
+pub(crate) fn is_there(path: &std::path::Path) -> Result<bool> {
+    path.try_exists().map_err(io_error("look at", path))
+}
 
 pub(crate) fn io_error<'a>(
     action: &'static str,

@@ -4,7 +4,7 @@
 //! on disk belongs to the checkpoint a container was made from, and is ignored.
 
 use super::config::read_small;
-use super::error::{CheckpointError, Result};
+use super::error::{CheckpointError, Result, is_there};
 use super::tensors::TensorMap;
 use serde::Deserialize;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -26,11 +26,11 @@ struct RawIndex {
 /// Reads the index of `dir`; `None` when there is none or a stale one, which adds a line to `notes`.
 pub(crate) fn read(dir: &Path, shards: &[PathBuf], notes: &mut Vec<String>) -> Result<Option<Index>> {
     let path = dir.join(INDEX_NAME);
-    if !path.exists() {
+    if !is_there(&path)? {
         return Ok(None);
     }
     let raw: RawIndex = serde_json::from_slice(&read_small(&path)?).map_err(|error| CheckpointError::Config {
-        file: INDEX_NAME.to_owned(),
+        file: path.display().to_string(),
         field: "weight_map".to_owned(),
         expected: "an object that maps tensor names to shard names".to_owned(),
         found: error.to_string(),

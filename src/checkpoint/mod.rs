@@ -26,7 +26,7 @@ use crate::kernels::Format;
 use arch::IndexerKind;
 pub(crate) use config::stop_sources;
 use container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
-use error::Result;
+use error::{Result, is_there};
 use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -64,8 +64,12 @@ impl Checkpoint {
     pub(crate) fn open_with(dir: &Path, small_files: &[&str]) -> Result<Checkpoint> {
         let started = Instant::now();
         let shards = tensors::shard_paths(dir)?.len();
-        let missing: Vec<String> =
-            small_files.iter().filter(|name| !dir.join(name).exists()).map(|name| (*name).to_owned()).collect();
+        let mut missing = Vec::new();
+        for name in small_files {
+            if !is_there(&dir.join(name))? {
+                missing.push((*name).to_owned());
+            }
+        }
         if !missing.is_empty() {
             return Err(CheckpointError::SmallFilesMissing { dir: dir.to_owned(), missing, shards });
         }
@@ -128,7 +132,7 @@ pub(crate) fn bad_headers(dir: &Path) -> Result<Vec<CheckpointError>> {
 
 /// A conversion's destination is no model before the conversion is done, even if all that is there is whole.
 pub(crate) fn refuse_unfinished(dir: &Path) -> Result<()> {
-    match dir.join(UNFINISHED_NAME).exists() {
+    match is_there(&dir.join(UNFINISHED_NAME))? {
         true => Err(CheckpointError::Unfinished { dir: dir.to_owned() }),
         false => Ok(()),
     }

@@ -8,6 +8,7 @@ use clap::{Parser, Subcommand};
 use millstream_io::limits::CHUNK_BYTES_MIN;
 use millstream_io::{CHUNK_WHOLE, DeviceKind, IoMode};
 
+use crate::checkpoint::container::GROUP_SIZES;
 use crate::checkpoint::convert::Width;
 use crate::engine::{Activations, AttentionForm, Depth, Dsa, Verify};
 use crate::kernels::Isa;
@@ -18,6 +19,8 @@ use super::size;
 /// Runs Mixture-of-Experts models far bigger than memory by streaming their experts from NVMe.
 #[derive(Debug, Parser)]
 #[command(name = "millstream", version, arg_required_else_help = true, disable_help_subcommand = true)]
+// A flag given twice counts as given last, so that a script's flags can be changed behind it.
+#[command(args_override_self = true)]
 pub struct Args {
     /// What to do.
     #[command(subcommand)]
@@ -97,8 +100,8 @@ pub struct RunArgs {
     /// Tokens of context, prompt and answer together [default: what prompt and -n need]
     #[arg(short, long, visible_alias = "context", value_name = "N", allow_negative_numbers = true, value_parser = parse_context)]
     pub ctx_size: Option<usize>,
-    /// Memory the whole program may use, as a size or auto; experts are cached in what weights and context leave
-    /// [default: auto]
+    /// Memory for weights, context and cached experts, as a size or auto. The program itself and the tokenizer, about
+    /// 20 MB, are not counted [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = parse_ram)]
     pub ram: Option<Ram>,
     /// How files are read: auto, direct (around the page cache, or fail), buffered, dontcache and drop (through the page
@@ -134,7 +137,7 @@ pub struct RunArgs {
     /// Print one JSON object with answer and statistics instead of text
     #[arg(long)]
     pub json: bool,
-    /// Write the statistics to a file as JSON
+    /// Write the statistics to a file as JSON (--json prints them)
     #[arg(long, value_name = "FILE")]
     pub stats_json: Option<PathBuf>,
     /// Print nothing but the answer, and errors
@@ -152,7 +155,9 @@ Examples:
   millstream convert /models/GLM-5.2-FP8 /models/glm-5.2-int4
   millstream convert --experts 4 --group 64 --dense 4 /models/GLM-5.2-FP8 /models/glm-5.2-g64
 
-Widths are bits: 16, 8, 4 or 2.")]
+Widths are bits: 16, 8, 4 or 2.
+A conversion that was stopped, by Ctrl-C or a crash, goes on when the same command is given again.
+Exit codes: 0 done, 1 the work failed, 2 usage, 130 interrupted.")]
 pub struct ConvertArgs {
     /// Directory of the checkpoint
     #[arg(value_name = "SRC")]
@@ -172,8 +177,8 @@ pub struct ConvertArgs {
     /// Width of the multi-token-prediction layer [default: 8]
     #[arg(long, value_name = "BITS")]
     pub mtp: Option<Width>,
-    /// Columns that share a scale in 4-bit matrices [default: a whole row]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    /// Columns that share a scale in 4-bit matrices: 16, 32, 48, 64, 96, 128, 192 or 256 [default: a whole row]
+    #[arg(long, value_name = "N", value_parser = parse_group)]
     pub group: Option<u16>,
     /// Print nothing but errors
     #[arg(short, long)]
@@ -342,12 +347,25 @@ pub fn parse_chunk(text: &str) -> Result<Chunk, String> {
 
 /// Reads `--ram`.
 pub fn parse_ram(text: &str) -> Result<Ram, String> {
-    if text == "auto" { Ok(Ram::Auto) } else { size::parse(text).map(Ram::Bytes) }
+    match text {
+        "auto" => Ok(Ram::Auto),
+        _ => match size::parse(text)? {
+            0 => Err("no model fits no memory: write a size such as 16G, or auto".into()),
+            bytes => Ok(Ram::Bytes(bytes)),
+        },
+    }
 }
 
 /// Reads `--threads`.
 pub fn parse_threads(text: &str) -> Result<usize, String> {
     in_range(text, 1, MAX_THREADS)
+}
+
+/// Reads `--group`.
+fn parse_group(text: &str) -> Result<u16, String> {
+    let known = || GROUP_SIZES.map(|size| size.to_string()).join(", ");
+    let group = text.parse().ok().filter(|group| GROUP_SIZES.contains(group));
+    group.ok_or_else(|| format!("it must be one of {}", known()))
 }
 
 fn parse_context(text: &str) -> Result<usize, String> {
@@ -416,6 +434,9 @@ mod tests {
             &["run", "-q", "-v"],
             &["run", "-n", "-2"],
             &["run", "stray"],
+            &["run", "--ram", "0"],
+            &["run", "--ram", "0.0G"],
+            &["convert", "a", "b", "--group", "17"],
             &["convert", "a"],
             &["convert", "a", "b", "--experts", "5"],
         ] {
@@ -432,6 +453,32 @@ mod tests {
             assert!(typed(most).is_ok() && typed(1).is_ok(), "{flag}");
             let refused = typed(most + 1).unwrap_err().to_string();
             assert!(refused.contains(&format!("from 1 to {most}")), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_flag_given_twice_counts_as_given_last() {
+        let typed = "millstream run -p a -n 5 --temp 1 --stop x -q -n 6 --temp 0.5 --stop y -p b -q";
+        let Command::Run(run) = Args::try_parse_from(typed.split(' ')).unwrap().command else {
+            panic!("another command")
+        };
+        assert_eq!((run.prompt.as_deref(), run.max_tokens, run.temp, run.quiet), (Some("b"), Some(6), Some(0.5), true));
+        assert_eq!(run.stop, ["x", "y"]);
+        let typed = "millstream convert a b --experts 8 --experts 4";
+        let Command::Convert(convert) = Args::try_parse_from(typed.split(' ')).unwrap().command else {
+            panic!("another command")
+        };
+        assert_eq!(convert.experts, Some(Width::Bits4));
+    }
+
+    #[test]
+    fn the_groups_that_work_are_listed_in_help_and_error() {
+        let help = Args::command().find_subcommand_mut("convert").unwrap().render_long_help().to_string();
+        let refused = Args::try_parse_from("millstream convert a b --group 17".split(' ')).unwrap_err().to_string();
+        assert!(refused.contains("--group"), "{refused}");
+        for size in GROUP_SIZES {
+            assert!(help.contains(&size.to_string()) && refused.contains(&size.to_string()), "{size}: {help}{refused}");
+            assert_eq!(parse_group(&size.to_string()), Ok(size));
         }
     }
 

@@ -5,11 +5,11 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::checkpoint::Checkpoint;
-use crate::checkpoint::convert::{ConvertOptions, convert_opened};
+use crate::checkpoint::convert::{Cancel, ConvertOptions, ConvertReport, convert_opened};
+use crate::checkpoint::{Checkpoint, CheckpointError};
 
 use super::machine::Machine;
-use super::{Failure, render, size};
+use super::{Failure, interrupt, render, size};
 
 /// Where the model lies below the source tree, the executable, or a directory above it.
 const PLACE: &str = "models/glm-tales";
@@ -34,59 +34,96 @@ pub fn find(machine: &Machine) -> Result<PathBuf, Failure> {
     }
 }
 
-/// The int4 container of the bundled checkpoint `source`, converted into the user's cache when it is not there yet.
+/// The int4 container of the bundled checkpoint `source`, converted into the user's cache when it is not there yet;
+/// none when the conversion was interrupted.
 ///
 /// A conversion is made in a directory of its own and renamed: whoever finds the final name finds a whole container,
 /// also when two processes begin at once.
-pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<Checkpoint, Failure> {
+pub fn container(source: &Path, machine: &Machine, quiet: bool) -> Result<Option<Checkpoint>, Failure> {
     let source = open(source)?;
     let options = ConvertOptions::default();
     let name = container_name(&source.fingerprint_hex(), &options);
-    let cache = cache_dir(machine)?;
-    let container = cache.join(&name);
-    if container.join("config.json").is_file() {
-        match Checkpoint::open(&container) {
-            Ok(checkpoint) => return Ok(checkpoint),
-            Err(damaged) => {
-                render::note(quiet, &format!("the converted model is damaged and made anew: {damaged}"));
-                let aside = scratch(&cache, &name)?;
-                // Another process may have renamed it first; then there is nothing to clear.
-                let _ = fs::rename(&container, aside.join("damaged"));
-                let _ = fs::remove_dir_all(&aside);
-            }
+    // A container that is there is used from wherever it is, also where nothing can be written.
+    for cache in candidates(machine).into_iter().filter(|cache| cache.trusted(machine)) {
+        if let Ok(checkpoint) = Checkpoint::open(&cache.dir.join(&name)) {
+            clear_abandoned(&cache.dir);
+            return Ok(Some(checkpoint));
         }
     }
+    let cache = cache_dir(machine)?;
     clear_abandoned(&cache);
+    let container = cache.join(&name);
+    set_aside(&container, &cache, &name, quiet)?;
     render::note(
         quiet,
         &format!("first use: converting the model that comes with the program to int4, in {}", container.display()),
     );
     let start = Instant::now();
     let scratch = scratch(&cache, &name)?;
-    let made = scratch.join("model");
-    let waiting = render::Waiting::begin("converting", quiet);
-    let report = convert_opened(&source, &made, &options, &mut |_| {}).map_err(|e| {
-        let failure = Failure::of(&e).hint(e.hint());
+    let Some(report) = convert_into(&source, &scratch.join("model"), options, quiet).inspect_err(|_| {
         let _ = fs::remove_dir_all(&scratch);
-        failure
-    })?;
-    drop(waiting);
-    let published = fs::rename(&made, &container);
+    })?
+    else {
+        let _ = fs::remove_dir_all(&scratch);
+        return Ok(None);
+    };
+    let published = fs::rename(scratch.join("model"), &container);
     let _ = fs::remove_dir_all(&scratch);
-    if let Err(error) = published {
-        // Not empty: another process was quicker, and what it made is the same.
-        if !container.join("config.json").is_file() {
-            return Err(
-                Failure::work(format!("cannot rename a converted model to {}", container.display())).cause(error)
-            );
-        }
-    }
+    // Not empty: another process was quicker, and what it made is the same.
+    let checkpoint = Checkpoint::open(&container).map_err(|opened| {
+        let error = format!("cannot put the converted model at {}", container.display());
+        let cause = published.err().map_or_else(|| opened.to_string(), |refused| refused.to_string());
+        Failure::work(error).cause(cause).hint(format!("remove {}", container.display()))
+    })?;
     let took = start.elapsed().as_secs_f64();
     render::note(
         quiet,
         &format!("converted in {took:.1} s, {}; later runs use it as it is", size::show(report.bytes_total)),
     );
-    open(&container)
+    Ok(Some(checkpoint))
+}
+
+/// Converts until it is done or interrupted.
+fn convert_into(
+    source: &Checkpoint,
+    made: &Path,
+    options: ConvertOptions,
+    quiet: bool,
+) -> Result<Option<ConvertReport>, Failure> {
+    let options = ConvertOptions { cancel: Some(Cancel(interrupt::watch()?)), ..options };
+    let waiting = render::Waiting::begin("converting", quiet);
+    let result = convert_opened(source, made, &options, &mut |_| {});
+    drop(waiting);
+    interrupt::unwatch();
+    match result {
+        Ok(report) => Ok(Some(report)),
+        Err(CheckpointError::Interrupted { .. }) => {
+            render::stderr(render::INTERRUPTED);
+            Ok(None)
+        }
+        Err(e) => Err(Failure::of(&e).hint(e.hint())),
+    }
+}
+
+/// Clears away whatever is at `container` and is no container: damaged, half a directory, a file.
+fn set_aside(container: &Path, cache: &Path, name: &str, quiet: bool) -> Result<(), Failure> {
+    if fs::symlink_metadata(container).is_err() {
+        return Ok(());
+    }
+    // Another process may have made it anew meanwhile.
+    let Err(damaged) = Checkpoint::open(container) else { return Ok(()) };
+    render::note(quiet, &format!("the converted model is damaged and made anew: {damaged}"));
+    let aside = scratch(cache, name)?;
+    let renamed = fs::rename(container, aside.join("damaged"));
+    let _ = fs::remove_dir_all(&aside);
+    match renamed {
+        // Another process may have renamed it first; then there is nothing to clear.
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            let what = format!("cannot clear away the damaged model in {}", container.display());
+            Err(Failure::work(what).cause(error).hint(format!("remove {}", container.display())))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Opens the model in `dir`.
@@ -100,38 +137,48 @@ fn container_name(fingerprint: &str, options: &ConvertOptions) -> String {
     format!("glm-tales-{fingerprint}-{parameters}-v{}-{CONVERSION}", env!("CARGO_PKG_VERSION"))
 }
 
-/// `$XDG_CACHE_HOME/millstream`, else `~/.cache/millstream`, else a directory of this user among the temporary files:
-/// the first that can be written.
-fn cache_dir(machine: &Machine) -> Result<PathBuf, Failure> {
+/// A directory that may hold converted models.
+struct Cache {
+    dir: PathBuf,
+    /// Among the temporary files, where anybody can make the name first.
+    shared: bool,
+}
+
+impl Cache {
+    /// Whether what is there can only be this user's doing.
+    fn trusted(&self, machine: &Machine) -> bool {
+        let owned = |meta: fs::Metadata| meta.is_dir() && meta.uid() == machine.uid;
+        !self.shared || fs::symlink_metadata(&self.dir).is_ok_and(owned)
+    }
+
+    fn prepare(&self, machine: &Machine) -> std::io::Result<()> {
+        make_writable(&self.dir, if self.shared { 0o700 } else { 0o755 })?;
+        if self.trusted(machine) { Ok(()) } else { Err(std::io::Error::other("it belongs to another user")) }
+    }
+}
+
+/// `$XDG_CACHE_HOME/millstream`, `~/.cache/millstream`, and a directory of this user among the temporary files.
+fn candidates(machine: &Machine) -> Vec<Cache> {
     let absolute = |name: &str| machine.variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let xdg = absolute("XDG_CACHE_HOME").map(|dir| dir.join("millstream"));
     let home = absolute("HOME").map(|dir| dir.join(".cache/millstream"));
-    let mut refused = Vec::new();
-    for dir in xdg.into_iter().chain(home) {
-        match make_writable(&dir, 0o755) {
-            Ok(()) => return Ok(dir),
-            Err(error) => refused.push(format!("{}: {error}", dir.display())),
-        }
-    }
+    let own = xdg.into_iter().chain(home).map(|dir| Cache { dir, shared: false });
     let temporary = machine.temp.join(format!("millstream-{}", machine.uid));
-    let owned = make_writable(&temporary, 0o700).and_then(|()| {
-        // Anybody can make this name first; only a real directory of this user is used.
-        let meta = fs::symlink_metadata(&temporary)?;
-        if meta.is_dir() && meta.uid() == machine.uid {
-            Ok(())
-        } else {
-            Err(std::io::Error::other("it belongs to another user"))
-        }
-    });
-    match owned {
-        Ok(()) => Ok(temporary),
-        Err(error) => {
-            refused.push(format!("{}: {error}", temporary.display()));
-            Err(Failure::work("there is no directory for the converted model")
-                .cause(refused.join("; "))
-                .hint("set XDG_CACHE_HOME to a directory that can be written, or name a model with -m DIR"))
+    own.chain([Cache { dir: temporary, shared: true }]).collect()
+}
+
+/// The first of the [`candidates`] that can be written.
+fn cache_dir(machine: &Machine) -> Result<PathBuf, Failure> {
+    let mut refused = Vec::new();
+    for cache in candidates(machine) {
+        match cache.prepare(machine) {
+            Ok(()) => return Ok(cache.dir),
+            Err(error) => refused.push(format!("{}: {error}", cache.dir.display())),
         }
     }
+    Err(Failure::work("there is no directory for the converted model")
+        .cause(refused.join("; "))
+        .hint("set XDG_CACHE_HOME to a directory that can be written, or name a model with -m DIR"))
 }
 
 fn make_writable(dir: &Path, mode: u32) -> std::io::Result<()> {

@@ -1,7 +1,7 @@
 //! Everything decided: flags and machine in, settings out, each with where it came from.
 
 use std::fmt::Display;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use millstream_io::{DeviceKind, IoMode, settle};
 use serde_json::Value as Json;
@@ -68,10 +68,14 @@ pub struct RunConfig {
     pub context: Option<usize>,
     /// Checked stop strings.
     pub stops: Vec<String>,
+    /// Whether it is the context that limits the answer, and not the tokens asked for; known after [`RunConfig::fit`].
+    pub context_limits: bool,
     /// What was decided.
     pub settings: Vec<Setting>,
-    threads: usize,
-    ram: Option<u64>,
+    /// Threads that compute.
+    pub threads: usize,
+    /// Bytes of memory asked for; none takes what is available.
+    pub ram: Option<u64>,
     available: u64,
     reading: Reading,
     isa: Option<Isa>,
@@ -98,6 +102,10 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     {
         return Err(Failure::usage(format!("the environment variable {unknown} is not a setting"))
             .hint(format!("known are {}", VARIABLES.join(", "))));
+    }
+    if args.stats_json.as_deref() == Some(Path::new("-")) {
+        return Err(Failure::usage("--stats-json takes a file, and standard output is for the answer")
+            .hint("--json prints answer and statistics together as JSON; a file called - is ./-"));
     }
     let mut settings = Settings(Vec::new());
     let model = decide_model(args, machine, &mut settings)?;
@@ -139,6 +147,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         max_tokens,
         context: args.ctx_size,
         stops: args.stop.clone(),
+        context_limits: false,
         settings: settings.0,
         threads,
         ram: match ram {
@@ -179,6 +188,33 @@ impl RunConfig {
         }
     }
 
+    /// Refuses to guess how much memory there is.
+    pub fn check_memory(&self, machine: &Machine) -> Result<(), Failure> {
+        match self.ram {
+            None if !machine.memory.known => {
+                Err(Failure::usage("cannot tell how much memory is available")
+                    .hint("give --ram SIZE, such as --ram 16G"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses a prompt of at least `least` tokens that [`RunConfig::fit`] would refuse, before its tokens are counted.
+    pub fn could_fit(&self, least: usize, longest: usize) -> Result<(), Failure> {
+        let limit = self.context.unwrap_or(longest).min(longest);
+        if least < limit {
+            return Ok(());
+        }
+        Err(Failure::usage(format!(
+            "the prompt has at least {least} tokens, by its length; the context has {limit} and the answer needs one"
+        ))
+        .hint(if least < longest {
+            format!("the model allows up to -c {longest}")
+        } else {
+            "shorten the prompt".into()
+        }))
+    }
+
     /// Fits prompt and answer into a context of at most `longest` tokens. Returns the context and the most tokens the
     /// answer may have; a prompt that leaves no room for one is refused with both numbers, never cut.
     pub fn fit(&mut self, prompt_tokens: usize, longest: usize) -> Result<(usize, usize), Failure> {
@@ -205,6 +241,10 @@ impl RunConfig {
             MaxTokens::AtMost(n) => n.min(room),
             MaxTokens::Context => room,
         };
+        self.context_limits = match self.max_tokens {
+            MaxTokens::AtMost(n) => n > room,
+            MaxTokens::Context => true,
+        };
         let (context, origin) = match self.context {
             Some(asked) => (asked, "flag".into()),
             None => {
@@ -227,13 +267,28 @@ fn decide_model(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> R
             return Ok(ModelChoice::Bundled(dir));
         }
     };
-    if !dir.is_dir() {
-        let what = if dir.exists() { "is not a directory" } else { "does not exist" };
-        return Err(Failure::usage(format!("the model {} {what}", dir.display()))
-            .hint("-m takes the directory that holds config.json and the shards"));
-    }
+    check_model_dir(&dir, "-m")?;
     settings.add("model", dir.display().to_string(), origin);
     Ok(ModelChoice::Dir(dir))
+}
+
+/// Refuses what cannot be the directory of a model. `flag` is what takes it.
+pub fn check_model_dir(dir: &Path, flag: &str) -> Result<(), Failure> {
+    let hint = format!("{flag} takes the directory that holds config.json and the shards");
+    match dir.metadata() {
+        Ok(meta) if meta.is_dir() => Ok(()),
+        Ok(_) => Err(Failure::usage(format!("the model {} is not a directory", dir.display())).hint(hint)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            Err(Failure::usage(format!("the model {} does not exist", dir.display())).hint(hint))
+        }
+        Err(e) => {
+            let hint = match e.kind() {
+                std::io::ErrorKind::PermissionDenied => "this user may not enter a directory above it".into(),
+                _ => hint,
+            };
+            Err(Failure::usage(format!("the model {} cannot be looked at", dir.display())).cause(e).hint(hint))
+        }
+    }
 }
 
 fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> Result<Reading, Failure> {
@@ -340,7 +395,6 @@ mod tests {
     use clap::Parser;
     use std::collections::BTreeMap;
     use std::ffi::OsString;
-    use std::path::Path;
 
     fn machine(environment: &[(&str, &str)]) -> Machine {
         let environment: BTreeMap<String, OsString> =
@@ -399,6 +453,8 @@ mod tests {
             (&["--min-p", "2"], None, "min-p is 2"),
             (&["-n", "0"], None, "-n 0"),
             (&["--stop", ""], None, "stop string is empty"),
+            (&["--stats-json", "-"], None, "--stats-json takes a file"),
+            (&["-m", "/etc/passwd/x"], None, "/etc/passwd/x cannot be looked at"),
             (&[], Some(("MILLSTREAM_THREADS", "many")), "MILLSTREAM_THREADS is \"many\""),
             (&[], Some(("MILLSTREAM_THREAD", "1")), "MILLSTREAM_THREAD is not a setting"),
             (&["-m", "/no/such/dir"], None, "/no/such/dir does not exist"),
@@ -418,10 +474,24 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_cannot_be_told_must_be_given() {
+        let nothing = machine(&[]);
+        let failure = decided(&[], &[]).unwrap().check_memory(&nothing).unwrap_err();
+        assert_eq!(failure.code, 2);
+        assert!(failure.error.contains("cannot tell how much memory") && failure.hint.unwrap().contains("--ram"));
+        decided(&["--ram", "1G"], &[]).unwrap().check_memory(&nothing).unwrap();
+    }
+
+    #[test]
     fn prompt_and_answer_are_fitted_and_never_cut() {
         let mut config = decided(&["-n", "100"], &[]).unwrap();
         assert_eq!(config.fit(30, 4096).unwrap(), (192, 100));
         assert_eq!(config.fit(4000, 4096).unwrap(), (4096, 96));
+        assert!(config.context_limits);
+        config.fit(3996, 4096).unwrap();
+        assert!(!config.context_limits, "the last token of the context is the last one asked for");
+        assert!(config.could_fit(4095, 4096).is_ok());
+        assert!(config.could_fit(4096, 4096).unwrap_err().error.contains("at least 4096 tokens"));
         let failure = config.fit(4096, 4096).unwrap_err();
         assert!(failure.error.contains("4096 tokens") && failure.code == 2, "{failure:?}");
 

@@ -2,19 +2,17 @@
 
 use std::time::Instant;
 
-use crate::checkpoint::convert::{ConvertOptions, Progress, convert as convert_checkpoint};
+use crate::checkpoint::CheckpointError;
+use crate::checkpoint::convert::{Cancel, ConvertOptions, Progress, convert as convert_checkpoint};
 
 use super::args::ConvertArgs;
-use super::{Done, Failure, render, size};
+use super::config::check_model_dir;
+use super::{Done, Failure, interrupt, render, size};
 
 /// Converts a checkpoint.
 pub fn convert(args: &ConvertArgs) -> Result<Done, Failure> {
-    if !args.source.is_dir() {
-        let what = if args.source.exists() { "is not a directory" } else { "does not exist" };
-        return Err(Failure::usage(format!("the checkpoint {} {what}", args.source.display()))
-            .hint("SRC is the directory that holds config.json and the shards"));
-    }
-    let options = options(args);
+    check_model_dir(&args.source, "SRC")?;
+    let options = ConvertOptions { cancel: Some(Cancel(interrupt::watch()?)), ..options(args) };
     let start = Instant::now();
     let mut bar = render::Progress::new(args.quiet);
     let mut show = |progress: Progress| match progress {
@@ -29,9 +27,16 @@ pub fn convert(args: &ConvertArgs) -> Result<Done, Failure> {
             format!("converting: {} of {} ({percent:.0} %)", size::show(done), size::show(of))
         }),
     };
-    let report = convert_checkpoint(&args.source, &args.destination, &options, &mut show)
-        .map_err(|e| Failure::of(&e).hint(e.hint()))?;
+    let result = convert_checkpoint(&args.source, &args.destination, &options, &mut show);
     bar.end();
+    let report = match result {
+        Ok(report) => report,
+        Err(CheckpointError::Interrupted { .. }) => {
+            render::stderr(render::INTERRUPTED);
+            return Ok(Done::Interrupted);
+        }
+        Err(e) => return Err(Failure::of(&e).hint(e.hint())),
+    };
     let took = start.elapsed().as_secs_f64();
     let (bytes, place) = (size::show(report.bytes_written), args.destination.display());
     render::note(args.quiet, &format!("wrote {bytes} to {place} in {took:.1} s"));

@@ -35,8 +35,10 @@ pub struct Machine {
 pub struct Memory {
     /// All of it; 0 when unknown.
     pub total: u64,
-    /// What can still be had without anybody being killed.
+    /// What can still be had without anybody being killed; 0 when unknown.
     pub available: u64,
+    /// Whether `available` could be told.
+    pub known: bool,
     /// Where `available` comes from, for people.
     pub source: String,
     /// Whether a limit leaves less than the machine has.
@@ -110,10 +112,18 @@ impl Machine {
 fn read_memory(root: &Path) -> Memory {
     let meminfo = read(&root.join("proc/meminfo"));
     let total = kilobytes(&meminfo, "MemTotal").unwrap_or(0);
-    let free = kilobytes(&meminfo, "MemAvailable").or_else(|| kilobytes(&meminfo, "MemFree")).unwrap_or(0);
-    let whole = Memory { total, available: free, source: "memory available on the machine".into(), limited: false };
+    let told = kilobytes(&meminfo, "MemAvailable").or_else(|| kilobytes(&meminfo, "MemFree"));
+    let whole = Memory {
+        total,
+        available: told.unwrap_or(0),
+        known: told.is_some(),
+        source: "memory available on the machine".into(),
+        limited: false,
+    };
     match cgroup_room(root) {
-        Some((room, source)) if room < free || total == 0 => Memory { available: room, source, limited: true, ..whole },
+        Some((room, source)) if told.is_none_or(|free| room < free) => {
+            Memory { available: room, known: true, source, limited: true, ..whole }
+        }
         _ => whole,
     }
 }
@@ -337,7 +347,7 @@ mod tests {
             ("sys/fs/cgroup/memory.max", "many\n"),
             ("proc/meminfo", "MemTotal: lots\n"),
         ]);
-        assert_eq!((memory.total, memory.available), (0, 0));
+        assert_eq!((memory.total, memory.available, memory.known), (0, 0, false));
     }
 
     #[test]

@@ -6,19 +6,19 @@ mod bundled;
 pub mod config;
 mod convert;
 mod doctor;
+mod interrupt;
 pub mod machine;
+mod notes;
 mod printer;
+mod prompt;
 pub mod render;
 mod run;
 pub mod size;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use clap::Parser;
-use signal_hook::consts::{SIGINT, SIGTERM};
 
 /// How a command ended, where it did not fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,18 +96,6 @@ impl Failure {
     }
 }
 
-/// A flag that the first interrupt raises; the second ends the process.
-fn interrupts() -> Result<Arc<AtomicBool>, Failure> {
-    let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        // In this order: the first signal finds the flag down and raises it, the second finds it up.
-        let second = signal_hook::flag::register_conditional_default(signal, interrupted.clone());
-        let first = second.and_then(|_| signal_hook::flag::register(signal, interrupted.clone()));
-        first.map_err(|e| Failure::work("cannot watch for interrupts").cause(e))?;
-    }
-    Ok(interrupted)
-}
-
 /// Exit code of a program that the user interrupted, as shells count it: 128 + SIGINT.
 const EXIT_INTERRUPTED: u8 = 130;
 /// Exit code of a program whose reader went away, as shells count it: 128 + SIGPIPE.
@@ -152,7 +140,7 @@ mod tests {
         let failure = Failure::of(&error).hint(error.hint());
         assert_eq!(
             failure.text(),
-            "error: cannot read x/tokenizer.json\n  cause: drive on fire\n  hint: check the file's permissions\n"
+            "error: cannot read x/tokenizer.json\n  cause: drive on fire\n  hint: check the drive's health (dmesg), or download tokenizer.json again\n"
         );
     }
 }

@@ -16,6 +16,9 @@ const SILENCE: Duration = Duration::from_secs(5);
 /// A line of progress on a terminal changes this often.
 const REDRAW: Duration = Duration::from_millis(200);
 
+/// What is said when a conversion is interrupted.
+pub const INTERRUPTED: &str = "interrupted; the same command continues\n";
+
 /// Writes to stderr; that nobody reads it is no failure.
 pub fn stderr(text: &str) {
     let _ = std::io::stderr().lock().write_all(text.as_bytes());
@@ -121,6 +124,7 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
     );
     let ended = match (stats.finish_reason, &stats.stop_string) {
         (_, Some(stop)) => format!("stopped before {stop:?}"),
+        ("length", _) if stats.context_full => "ended at the end of the context".into(),
         ("length", _) => "ended by its length".into(),
         ("interrupted", _) => "interrupted".into(),
         _ => "ended by the model".into(),

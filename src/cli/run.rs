@@ -1,59 +1,54 @@
 //! The `run` command: one generation.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::Write;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 
-use crate::checkpoint::Arch;
+use crate::checkpoint::{Arch, Checkpoint};
 use crate::engine::stats::Stats;
 use crate::engine::stop::StopMatcher;
 use crate::engine::{Engine, EngineError, Finish, Job, Outcome};
-use crate::limits::MAX_PROMPT_BYTES;
-use crate::model::template::{ChatTemplate, Message, RenderOptions, Role};
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 
 use super::args::RunArgs;
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
-use super::{Done, Failure, bundled, render, size};
+use super::{Done, Failure, bundled, interrupt, notes, prompt, render, size};
 
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     let mut config = config::decide(args, machine)?;
-    let prompt = read_prompt(args)?;
-    let typed_ids = if args.ids { Some(parse_ids(&prompt)?) } else { None };
+    config.check_memory(machine)?;
+    let text = prompt::read_prompt(args)?;
+    let typed_ids = if args.ids { Some(prompt::parse_ids(&text)?) } else { None };
     if let Some(path) = &args.stats_json {
         check_writable(path)?;
     }
     let checkpoint = match &config.model {
         ModelChoice::Dir(dir) => bundled::open(dir)?,
-        ModelChoice::Bundled(source) => bundled::container(source, machine, args.quiet)?,
+        ModelChoice::Bundled(source) => match bundled::container(source, machine, args.quiet)? {
+            Some(checkpoint) => checkpoint,
+            None => return Ok(Done::Interrupted),
+        },
     };
     let dir = checkpoint.dir.clone();
-    let tokenizer = open_tokenizer(&dir, args.ids)?;
+    let files = Files { dir: &dir, cached: matches!(config.model, ModelChoice::Bundled(_)) };
+    let longest = checkpoint.arch.max_context;
+    let tokenizer =
+        prompt::open_tokenizer(&dir, &checkpoint.arch, args.ids).map_err(|failure| files.blamed(failure))?;
     let prompt = match (typed_ids, &tokenizer) {
-        (Some(ids), _) => check_ids(ids, &checkpoint.arch)?,
-        (None, Some(tokenizer)) => encode(args, &dir, tokenizer, &prompt)?,
-        (None, None) => return Err(tokenizer_failure(&TokenizerError::Missing { dir: dir.clone() })),
+        (Some(ids), _) => prompt::check_ids(ids, &checkpoint.arch)?,
+        (None, Some(tokenizer)) => {
+            config.could_fit(tokenizer.least_tokens(text.trim().len()), longest)?;
+            prompt::encode(args, &dir, tokenizer, &text).map_err(|failure| files.blamed(failure))?
+        }
+        (None, None) => return Err(prompt::tokenizer_failure(&TokenizerError::Missing { dir: dir.clone() })),
     };
     let (stop_ids, stops) = split_stops(&config, tokenizer.as_ref(), ends_turn(args, &checkpoint.arch))?;
-    let (context, max_tokens) = config.fit(prompt.len(), checkpoint.arch.max_context)?;
-    if args.verbose {
-        render::stderr(&render::settings_text(&config.settings));
-    }
-
-    let memory = &machine.memory;
-    if memory.limited {
-        let (limit, room) = (&memory.source, size::show(memory.available));
-        render::note(args.quiet, &format!("the {limit} leaves {room}, less than the machine has: that is what counts"));
-    }
+    let (context, max_tokens) = config.fit(prompt.len(), longest)?;
     let formats = checkpoint.formats().map(|format| format.to_string()).collect();
-    let waiting = render::Waiting::begin("loading the model", args.quiet);
-    let mut engine = Engine::open(checkpoint, &config.engine(context)).map_err(engine_failure)?;
-    drop(waiting);
-    for line in engine.notes() {
-        render::note(args.quiet, line);
-    }
+    let mut engine = open(args, &config, machine, checkpoint, context).map_err(|e| files.failure(e))?;
 
     let job = Job { prompt, max_tokens, sampling: config.sampling, stop_ids };
     let show = match (args.json, args.ids) {
@@ -63,7 +58,8 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     };
     let mut printer =
         Printer::new(show, std::io::stdout().lock(), tokenizer.as_ref(), &job.stop_ids, stops, max_tokens);
-    let outcome = generate(&mut engine, &job, &mut printer, args.quiet);
+    let interrupted = interrupt::watch()?;
+    let outcome = generate(&mut engine, &job, &interrupted, &mut printer, args.quiet);
     printer.finish();
     if let Some(error) = printer.failed() {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
@@ -74,7 +70,7 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     for line in engine.warnings() {
         render::note(args.quiet, &line);
     }
-    let outcome = outcome?;
+    let outcome = outcome.map_err(|e| files.failure(e))?;
     let mut stats = engine.stats();
     complete(&mut stats, &outcome, &config, machine, &dir);
     stats.model.formats = formats;
@@ -85,93 +81,69 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     Ok(if outcome.finish == Finish::Interrupted { Done::Interrupted } else { Done::Whole })
 }
 
-/// Runs the job. The first interrupt ends it cleanly, the second ends the process.
+/// Opens the engine and says what is worth knowing about it.
+fn open(
+    args: &RunArgs,
+    config: &RunConfig,
+    machine: &Machine,
+    checkpoint: Checkpoint,
+    context: usize,
+) -> Result<Engine, EngineError> {
+    let note = |line: &str| render::note(args.quiet, line);
+    if args.verbose {
+        render::stderr(&render::settings_text(&config.settings));
+        notes::on_sampling(&checkpoint.dir, &config.sampling).iter().for_each(|line| note(line));
+    }
+    notes::on_machine(config, machine).iter().for_each(|line| note(line));
+    let waiting = render::Waiting::begin("loading the model", args.quiet);
+    let engine = Engine::open(checkpoint, &config.engine(context))?;
+    drop(waiting);
+    engine.notes().iter().for_each(|line| note(line));
+    let device = engine.store().device().describe();
+    if args.verbose && device.name == "io_uring" {
+        let (registered, all) = (size::show(device.registered_bytes), size::show(engine.budget().experts()));
+        note(&format!("{registered} of {all} of slabs are registered with the kernel"));
+    }
+    Ok(engine)
+}
+
+/// The files of the model that runs.
+struct Files<'a> {
+    dir: &'a Path,
+    /// They are this program's own copy, and can be made anew.
+    cached: bool,
+}
+
+impl Files<'_> {
+    /// A failure for which the files are to blame.
+    fn blamed(&self, failure: Failure) -> Failure {
+        match self.cached && failure.code == 1 {
+            true => failure.hint(format!("delete the directory {}: the next run makes it anew", self.dir.display())),
+            false => failure,
+        }
+    }
+
+    fn failure(&self, error: EngineError) -> Failure {
+        let blames_files = error.blames_files();
+        let failure = engine_failure(error);
+        if blames_files { self.blamed(failure) } else { failure }
+    }
+}
+
+/// Runs the job until it is done or `interrupted` is raised.
 fn generate<W: Write>(
     engine: &mut Engine,
     job: &Job,
+    interrupted: &AtomicBool,
     printer: &mut Printer<'_, W>,
     quiet: bool,
-) -> Result<Outcome, Failure> {
-    let interrupted = super::interrupts()?;
+) -> Result<Outcome, EngineError> {
     let mut waiting = Some(render::Waiting::begin("reading the prompt", quiet));
     let mut on_token = |id| {
         waiting = None;
         printer.token(id)
     };
-    engine.generate(job, &interrupted, &mut on_token).map_err(engine_failure)
-}
-
-fn read_prompt(args: &RunArgs) -> Result<String, Failure> {
-    let read = |source: &mut dyn Read, name: &str| {
-        let mut bytes = Vec::new();
-        let cannot = |cause: String| Failure::usage(format!("cannot read the prompt from {name}")).cause(cause);
-        source.take(MAX_PROMPT_BYTES + 1).read_to_end(&mut bytes).map_err(|e| cannot(e.to_string()))?;
-        if bytes.len() as u64 > MAX_PROMPT_BYTES {
-            return Err(cannot(format!("it is longer than {MAX_PROMPT_BYTES} bytes")));
-        }
-        let mut text = String::from_utf8(bytes).map_err(|e| cannot(format!("it is not UTF-8: {e}")))?;
-        // Files and pipes end in a newline that nobody means.
-        if text.ends_with('\n') {
-            text.truncate(text.len() - if text.ends_with("\r\n") { 2 } else { 1 });
-        }
-        Ok(text)
-    };
-    let mut stdin = std::io::stdin();
-    let text = match (&args.prompt, &args.file) {
-        (Some(text), _) => text.clone(),
-        (None, Some(path)) if path != Path::new("-") => {
-            let name = path.display().to_string();
-            let mut file = std::fs::File::open(path)
-                .map_err(|e| Failure::usage(format!("cannot read the prompt from {name}")).cause(e))?;
-            read(&mut file, &name)?
-        }
-        (None, None) if stdin.is_terminal() => {
-            return Err(Failure::usage("there is no prompt").hint("give one with -p TEXT or -f FILE, or pipe it in"));
-        }
-        _ => read(&mut stdin, "standard input")?,
-    };
-    if text.is_empty() {
-        return Err(Failure::usage("the prompt is empty").hint("give one with -p TEXT or -f FILE, or pipe it in"));
-    }
-    Ok(text)
-}
-
-fn parse_ids(text: &str) -> Result<Vec<u32>, Failure> {
-    let words = text.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty());
-    let ids: Vec<u32> = words
-        .map(|word| {
-            word.parse().map_err(|_| {
-                Failure::usage(format!("{word:?} in the prompt is not a token id"))
-                    .hint("with --ids the prompt is numbers with commas or blanks between them")
-            })
-        })
-        .collect::<Result<_, _>>()?;
-    if ids.is_empty() {
-        return Err(Failure::usage("the prompt holds no token id").hint("write it as in --ids -p \"17, 4 256\""));
-    }
-    Ok(ids)
-}
-
-fn check_ids(ids: Vec<u32>, arch: &Arch) -> Result<Vec<u32>, Failure> {
-    match ids.iter().find(|id| **id as usize >= arch.vocab) {
-        None => Ok(ids),
-        Some(id) => {
-            Err(Failure::usage(format!("token id {id} in the prompt is beyond the vocabulary of {}", arch.vocab))
-                .hint("the ids belong to another model, or one has a digit too many"))
-        }
-    }
-}
-
-fn open_tokenizer(dir: &Path, optional: bool) -> Result<Option<Tokenizer>, Failure> {
-    match Tokenizer::open(dir) {
-        Ok(tokenizer) => Ok(Some(tokenizer)),
-        Err(TokenizerError::Missing { .. }) if optional => Ok(None),
-        Err(error) => Err(tokenizer_failure(&error)),
-    }
-}
-
-fn tokenizer_failure(error: &TokenizerError) -> Failure {
-    Failure::of(error).hint(error.hint())
+    engine.generate(job, interrupted, &mut on_token)
 }
 
 fn engine_failure(error: EngineError) -> Failure {
@@ -193,19 +165,6 @@ fn engine_failure(error: EngineError) -> Failure {
         Some(hint) => failure.hint(hint),
         None => failure,
     }
-}
-
-fn encode(args: &RunArgs, dir: &Path, tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>, Failure> {
-    if args.raw {
-        return tokenizer.encode_raw(prompt).map_err(|e| tokenizer_failure(&e));
-    }
-    let template = ChatTemplate::open(dir).map_err(|e| Failure::of(&e).hint(e.hint()))?;
-    let system = args.system.as_ref().map(|text| Message::new(Role::System, text));
-    let messages: Vec<Message> = system.into_iter().chain([Message::new(Role::User, prompt)]).collect();
-    let options = RenderOptions { enable_thinking: Some(false), add_generation_prompt: true };
-    let rendered =
-        template.render(&messages, &options, tokenizer.control()).map_err(|e| Failure::of(&e).hint(e.hint()))?;
-    tokenizer.encode_rendered(&rendered).map_err(|e| tokenizer_failure(&e))
 }
 
 /// Ids by which the model ends its turn.
@@ -250,6 +209,7 @@ fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machine: &
         Finish::Length => "length",
         Finish::Interrupted => "interrupted",
     };
+    stats.context_full = outcome.finish == Finish::Length && config.context_limits;
     stats.derive();
 }
 
@@ -289,19 +249,5 @@ fn check_writable(path: &Path) -> Result<(), Failure> {
         }
         Ok(_) => Ok(()),
         Err(e) => Err(Failure::usage(format!("cannot write the statistics to {}", path.display())).cause(e)),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn token_ids_are_read_with_commas_or_blanks() {
-        assert_eq!(parse_ids(" 1, 2,3\n4\t5 ").unwrap(), [1, 2, 3, 4, 5]);
-        assert!(parse_ids("1 x").unwrap_err().error.contains("\"x\""));
-        assert!(parse_ids("1 -2").unwrap_err().error.contains("\"-2\""));
-        assert!(parse_ids("4294967296").is_err());
-        assert!(parse_ids(" , ").unwrap_err().error.contains("no token id"));
     }
 }

@@ -24,6 +24,8 @@ pub fn parse(text: &str) -> Result<u64, String> {
         _ => return Err(refuse()),
     };
     let bytes = value * base.powi(power);
+    // 7.4MB is 7,400,000 bytes, whatever 7.4 is in binary.
+    let bytes = bytes.round();
     if bytes < 2f64.powi(63) { Ok(bytes as u64) } else { Err(format!("'{text}' is larger than any memory")) }
 }
 
@@ -74,6 +76,9 @@ mod tests {
         assert_eq!(parse("16GiB"), Ok(16 << 30));
         assert_eq!(parse("16 GB"), Ok(16_000_000_000));
         assert_eq!(parse("1.5k"), Ok(1536));
+        for tenths in 1..1000 {
+            assert_eq!(parse(&format!("{}.{}MB", tenths / 10, tenths % 10)), Ok(tenths * 100_000));
+        }
         assert_eq!(parse("0"), Ok(0));
         for bad in ["", "G", "-1G", "1X", "1 G B", "1..5G", "nan", "inf", "99999999T", "1e9"] {
             assert!(parse(bad).is_err(), "{bad}");

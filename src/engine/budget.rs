@@ -28,12 +28,25 @@ pub struct Budget {
 
 /// A model that does not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the model needs {needed} bytes of memory and {available} may be used")]
+#[error("the model needs {} of memory and {} may be used: {}", shown(self.needed()), shown(least.total), least.parts())]
 pub struct TooSmall {
+    /// The division with as few slabs as work; its total is what may be used.
+    pub least: Budget,
+    /// Whether it is the user who allows no more, and not the machine.
+    pub by_user: bool,
+}
+
+impl TooSmall {
     /// Least bytes that work.
-    pub needed: u64,
-    /// Bytes that may be used.
-    pub available: u64,
+    pub fn needed(&self) -> u64 {
+        self.least.fixed() + self.least.experts()
+    }
+
+    /// Least bytes that work, rounded up, as they are typed.
+    pub fn typed(&self) -> String {
+        let tenths = self.needed().div_ceil(100_000);
+        format!("{}.{}MB", tenths / 10, tenths % 10)
+    }
 }
 
 /// What the budget is computed from.
@@ -61,46 +74,61 @@ impl Budget {
     /// Gives the expert pool what is left of the total after everything else.
     pub fn divide(d: &Demand) -> Result<Budget, TooSmall> {
         let total = d.ram.unwrap_or(d.available / 100 * DEFAULT_SHARE_PERCENT);
-        let fixed = d.resident + d.kv + d.reconstruction + d.activations;
-        let least = fixed + d.slab * MIN_SLABS as u64;
-        if total < least {
-            return Err(TooSmall { needed: least, available: total });
-        }
-        let slabs = (total - fixed).checked_div(d.slab).map_or(0, |slabs| slabs.min(d.experts));
-        Ok(Budget {
+        let least = Budget {
             total,
             resident: d.resident,
             kv: d.kv,
             reconstruction: d.reconstruction,
             activations: d.activations,
             slab: d.slab,
-            slabs,
-        })
+            slabs: MIN_SLABS as u64,
+        };
+        if total < least.fixed() + least.experts() {
+            return Err(TooSmall { least, by_user: d.ram.is_some() });
+        }
+        let slabs = (total - least.fixed()).checked_div(d.slab).map_or(0, |slabs| slabs.min(d.experts));
+        Ok(Budget { slabs, ..least })
+    }
+
+    /// Bytes of everything but the expert pool.
+    fn fixed(&self) -> u64 {
+        self.resident + self.kv + self.reconstruction + self.activations
     }
 
     /// Bytes of the expert pool.
     pub fn experts(&self) -> u64 {
         self.slab * self.slabs
     }
+
+    /// The terms of the sum.
+    fn parts(&self) -> String {
+        format!(
+            "{} resident + {} KV + {} attention + {} activations + {} experts ({} slab{} of {})",
+            shown(self.resident),
+            shown(self.kv),
+            shown(self.reconstruction),
+            shown(self.activations),
+            shown(self.experts()),
+            self.slabs,
+            if self.slabs == 1 { "" } else { "s" },
+            shown(self.slab),
+        )
+    }
 }
 
 impl fmt::Display for Budget {
-    /// The sum, as a line a person can check; sizes in MB of 10^6 bytes.
+    /// The sum, as a line a person can check.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mb = |b: u64| b as f64 / 1e6;
-        write!(
-            f,
-            "memory: {:.1} MB resident + {:.1} KV + {:.1} attention + {:.1} activations + {:.1} experts ({} slabs of {:.2}) \
-             of {:.1} MB allowed",
-            mb(self.resident),
-            mb(self.kv),
-            mb(self.reconstruction),
-            mb(self.activations),
-            mb(self.experts()),
-            self.slabs,
-            mb(self.slab),
-            mb(self.total)
-        )
+        write!(f, "memory: {} of {} allowed", self.parts(), shown(self.total))
+    }
+}
+
+/// Bytes in MB of 10^6, or in GB of 10^9 where that is more than a thousand of them.
+fn shown(bytes: u64) -> String {
+    match bytes {
+        0..100_000 => format!("{:.2} MB", bytes as f64 / 1e6),
+        100_000..999_950_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        _ => format!("{:.2} GB", bytes as f64 / 1e9),
     }
 }
 
@@ -137,8 +165,38 @@ mod tests {
 
     #[test]
     fn too_small_says_what_is_needed() {
-        let refused = Budget::divide(&Demand { ram: Some(619), ..DEMAND });
-        assert_eq!(refused, Err(TooSmall { needed: 620, available: 619 }));
+        let refused = Budget::divide(&Demand { ram: Some(619), ..DEMAND }).unwrap_err();
+        assert_eq!((refused.needed(), refused.least.total, refused.by_user), (620, 619, true));
         assert_eq!(Budget::divide(&Demand { ram: Some(620), ..DEMAND }).unwrap().slabs, 1);
+        let refused = Budget::divide(&Demand { ram: None, available: 700, ..DEMAND }).unwrap_err();
+        assert_eq!((refused.needed(), refused.least.total, refused.by_user), (620, 595, false));
+    }
+
+    #[test]
+    fn sizes_are_shown_with_their_units() {
+        let demand = Demand {
+            ram: Some(14_000_000),
+            resident: 4_060_000,
+            kv: 246_000,
+            reconstruction: 12_000,
+            activations: 2_990_000,
+            slab: 6_543_210,
+            ..DEMAND
+        };
+        assert_eq!(
+            Budget::divide(&demand).unwrap().to_string(),
+            "memory: 4.1 MB resident + 0.2 MB KV + 0.01 MB attention + 3.0 MB activations + 6.5 MB experts \
+             (1 slab of 6.5 MB) of 14.0 MB allowed"
+        );
+        let refused = Budget::divide(&Demand { ram: Some(13_000_000), ..demand }).unwrap_err();
+        assert_eq!(
+            refused.to_string(),
+            "the model needs 13.9 MB of memory and 13.0 MB may be used: 4.1 MB resident + 0.2 MB KV + 0.01 MB attention + \
+             3.0 MB activations + 6.5 MB experts (1 slab of 6.5 MB)"
+        );
+        // 4,060,000 + 246,000 + 12,000 + 2,990,000 + 6,543,210 = 13,851,210.
+        assert_eq!(refused.typed(), "13.9MB");
+        let large = Budget::divide(&Demand { ram: Some(20_866_200_000), ..demand }).unwrap().to_string();
+        assert!(large.ends_with("6.54 GB experts (1000 slabs of 6.5 MB) of 20.87 GB allowed"), "{large}");
     }
 }

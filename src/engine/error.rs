@@ -93,6 +93,18 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// Whether the model's files are at fault, so that other copies of them would do.
+    pub fn blames_files(&self) -> bool {
+        match self {
+            EngineError::Checkpoint(_) | EngineError::Table(_) | EngineError::Sample(_) => true,
+            EngineError::Resident(e) => !matches!(e, ResidentError::Memory { .. }),
+            EngineError::Forward(e) => {
+                matches!(e, ForwardError::NotFinite { .. } | ForwardError::Store(StoreError::Read { .. }))
+            }
+            _ => false,
+        }
+    }
+
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
         match self {
@@ -106,7 +118,13 @@ impl EngineError {
             EngineError::Damaged(_) | EngineError::Forward(ForwardError::Store(StoreError::Damaged(_))) => Some(
                 "`millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again".into(),
             ),
-            EngineError::TooSmall(_) => Some("free memory, raise --ram, or shorten the context with -c".into()),
+            EngineError::TooSmall(e) if e.by_user => {
+                Some(format!("the smallest --ram that works is {}; a shorter context (-c) needs less", e.typed()))
+            }
+            EngineError::TooSmall(e) => Some(format!(
+                "free memory, or shorten the context with -c; the smallest --ram that works is {}",
+                e.typed()
+            )),
             EngineError::NoIsa(_) => Some("leave --kernels out: the best one is found by itself".into()),
             EngineError::PromptTooLong { .. } => Some("raise -c, or shorten the prompt".into()),
             EngineError::NoIndexer => Some("leave --dsa out, or use a checkpoint that has `indexer` tensors".into()),

@@ -33,6 +33,8 @@ pub struct Stats {
     pub text: String,
     /// `stop`, `length` or `interrupted`.
     pub finish_reason: &'static str,
+    /// Whether the context ended the answer, and not the number of tokens asked for.
+    pub context_full: bool,
     /// The stop string that ended the answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_string: Option<String>,
@@ -333,7 +335,8 @@ impl Engine {
 }
 
 impl Stats {
-    /// Fills in what follows from the counted and timed fields: rates and the hit rate.
+    /// Fills in what follows from the counted and timed fields: rates and the hit rate. Fractions keep the digits that
+    /// mean something: nanoseconds of times, six decimals of everything else.
     pub fn derive(&mut self) {
         let rate = |count: f64, seconds: f64| (count > 0.0 && seconds > 0.0).then(|| count / seconds);
         self.prefill_tok_s = rate(self.prompt_tokens as f64, self.prefill_s);
@@ -341,7 +344,29 @@ impl Stats {
         self.io.gb_s = rate(self.io.bytes as f64 / 1e9, self.io.busy_s);
         self.experts.hit_rate = (self.experts.requested > 0)
             .then(|| 1.0 - self.experts.missed.min(self.experts.requested) as f64 / self.experts.requested as f64);
+        self.round();
     }
+
+    fn round(&mut self) {
+        let io = &mut self.io;
+        let times = [&mut self.load_s, &mut self.prefill_s, &mut self.decode_s, &mut self.wall_s];
+        let times = times.into_iter().chain(&mut self.ttft_s);
+        let times = times.chain([&mut io.service_s, &mut io.wait_s, &mut io.busy_s]);
+        let rates = [&mut self.prefill_tok_s, &mut self.decode_tok_s, &mut io.gb_s, &mut self.experts.hit_rate];
+        let rates = rates.into_iter().chain([&mut io.depth_mean, &mut io.slab_p50_ms, &mut io.slab_p99_ms]);
+        rates.flatten().for_each(|rate| *rate = rounded(*rate, 1e6));
+        times.for_each(|time| *time = rounded(*time, 1e9));
+        for (_, stage) in &mut self.stages.0 {
+            stage.busy_s = rounded(stage.busy_s, 1e9);
+            stage.p50_us = rounded(stage.p50_us, 1e3);
+            stage.p99_us = rounded(stage.p99_us, 1e3);
+        }
+    }
+}
+
+/// `value` in whole units of one part in `parts`.
+fn rounded(value: f64, parts: f64) -> f64 {
+    (value * parts).round() / parts
 }
 
 #[cfg(test)]
@@ -372,6 +397,29 @@ mod tests {
         assert_eq!(json["io"]["direct"], false);
         assert_eq!(json["experts"]["hit_rate"], 0.75);
         assert_eq!(json["stages"].as_object().unwrap().keys().collect::<Vec<_>>(), ["attention", "experts"]);
+    }
+
+    #[test]
+    fn fractions_have_no_digits_that_mean_nothing() {
+        let stage = StageStats { busy_s: 0.1 + 0.2, p50_us: 12.345_678_9, p99_us: 1.0 / 3.0, n: 1 };
+        let mut stats = Stats {
+            prompt_tokens: 1,
+            prefill_s: 3.0,
+            ttft_s: Some(2.000_000_000_4),
+            stages: Stages(vec![("attention", stage)]),
+            ..Stats::default()
+        };
+        stats.derive();
+        let json = serde_json::to_string(&stats).unwrap();
+        for text in [
+            "\"busy_s\":0.3,",
+            "\"p50_us\":12.346,",
+            "\"p99_us\":0.333,",
+            "\"ttft_s\":2.0,",
+            "\"prefill_tok_s\":0.333333,",
+        ] {
+            assert!(json.contains(text), "no {text} in {json}");
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The weights that stay in memory: everything but the routed experts.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use millstream_io::{Arena, FileSet, FileSpan, IoError};
 use thiserror::Error;
@@ -347,11 +347,12 @@ impl Placer<'_> {
     }
 }
 
-/// Allocates the arena and reads all pieces, from several threads, each a run of the arena of its own.
+/// Allocates the arena and reads all pieces, from as many threads as can be had, each a run of the arena of its own.
 fn fill(files: &FileSet, pieces: &[Piece], bytes: usize) -> Result<Arena, ResidentError> {
     const READERS: usize = 4;
+    type Job<'a, 'b> = Vec<(&'a Piece, &'b mut [u8])>;
     let mut arena = Arena::new(bytes.max(1)).map_err(|source| ResidentError::Memory { bytes, source })?;
-    let mut jobs: Vec<Vec<(&Piece, &mut [u8])>> = (0..READERS).map(|_| vec![]).collect();
+    let mut jobs: Vec<Job> = (0..READERS).map(|_| vec![]).collect();
     let (mut rest, mut at) = (arena.as_mut_slice(), 0);
     let share = bytes / READERS + 1;
     for piece in pieces {
@@ -360,21 +361,26 @@ fn fill(files: &FileSet, pieces: &[Piece], bytes: usize) -> Result<Arena, Reside
         jobs[piece.at / share].push((piece, own));
         (rest, at) = (tail, piece.at + piece.span.len as usize);
     }
+    let left = Mutex::new(jobs);
+    let next = || left.lock().unwrap_or_else(PoisonError::into_inner).pop();
+    let work = || -> Result<(), ResidentError> {
+        while let Some(job) = next() {
+            for (piece, out) in job {
+                let span = piece.span;
+                files
+                    .read_exact_at(span.file, span.offset, out)
+                    .map_err(|source| ResidentError::Read { tensor: piece.tensor.clone(), source })?;
+            }
+        }
+        Ok(())
+    };
     std::thread::scope(|scope| {
-        let readers: Vec<_> = jobs
-            .into_iter()
-            .map(|job| {
-                scope.spawn(move || {
-                    job.into_iter().try_for_each(|(piece, out)| {
-                        let span = piece.span;
-                        files
-                            .read_exact_at(span.file, span.offset, out)
-                            .map_err(|source| ResidentError::Read { tensor: piece.tensor.clone(), source })
-                    })
-                })
-            })
-            .collect();
-        readers.into_iter().try_for_each(|r| r.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        // A thread that cannot be started leaves its job to the others; this one takes part and needs no starting.
+        let helpers: Vec<_> =
+            (1..READERS).map_while(|_| std::thread::Builder::new().spawn_scoped(scope, work).ok()).collect();
+        let own = work();
+        let all = helpers.into_iter().map(|r| r.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        all.fold(own, Result::and)
     })?;
     Ok(arena)
 }

@@ -60,6 +60,12 @@ pub enum TemplateError {
     /// The template fails on these messages.
     #[error("the chat template refuses the conversation")]
     Render(#[source] minijinja::Error),
+    /// The template makes nothing of the conversation.
+    #[error("the chat template of {} gives no text for this conversation", dir.display())]
+    Blank {
+        /// The model directory.
+        dir: PathBuf,
+    },
     /// The messages use up every stand-in character.
     #[error("the messages contain too many private-use characters")]
     NoStandIn,
@@ -72,7 +78,17 @@ impl TemplateError {
             TemplateError::Missing { .. } => {
                 "copy chat_template.jinja from the model's repository, or continue plain text with --raw"
             }
-            TemplateError::Read { .. } => "check the file's permissions",
+            TemplateError::Read { source, .. } => match source.kind() {
+                std::io::ErrorKind::InvalidData => {
+                    "it is not UTF-8 text: copy it from the model's repository again, or continue plain text with --raw"
+                }
+                std::io::ErrorKind::PermissionDenied => "permission: this user may not read it",
+                _ => "copy it from the model's repository again, or continue plain text with --raw",
+            },
+            TemplateError::Blank { .. } => {
+                "the template is empty or not made for this: copy it from the model's repository again, or continue plain \
+                 text with --raw"
+            }
             TemplateError::Invalid { .. } | TemplateError::Syntax { .. } => {
                 "copy chat_template.jinja from the model's repository again, or continue plain text with --raw"
             }

@@ -64,7 +64,10 @@ impl TokenizerError {
             TokenizerError::Missing { .. } => {
                 "copy tokenizer.json from the model's repository beside its shards, or give token ids with --ids"
             }
-            TokenizerError::Read { .. } => "check the file's permissions",
+            TokenizerError::Read { source, .. } => match source.kind() {
+                std::io::ErrorKind::PermissionDenied => "permission: this user may not read it",
+                _ => "check the drive's health (dmesg), or download tokenizer.json again",
+            },
             TokenizerError::TooLarge { .. } | TokenizerError::Invalid { .. } => {
                 "download tokenizer.json again; it must be a byte-level BPE tokenizer of the `tokenizers` library"
             }
@@ -81,6 +84,8 @@ pub struct Tokenizer {
     ends: Vec<u32>,
     bytes: Vec<u8>,
     special: Vec<bool>,
+    /// Bytes of the longest token.
+    longest: usize,
 }
 
 impl Tokenizer {
@@ -128,7 +133,9 @@ impl Tokenizer {
 
         let control = ControlTokens::new(visible.into_iter().map(|(id, token)| (token.content, id)).collect());
         let (ends, bytes, special) = token_table(&inner, &control)?;
-        Ok(Tokenizer { inner, control, ends, bytes, special })
+        let starts = [0].iter().chain(&ends);
+        let longest = starts.zip(&ends).map(|(start, end)| end - start).max().unwrap_or(0) as usize;
+        Ok(Tokenizer { inner, control, ends, bytes, special, longest })
     }
 
     /// Ids of text as text: whatever it spells, no control token comes out, and nothing is added.
@@ -170,6 +177,14 @@ impl Tokenizer {
     /// One more than the largest id that has a token.
     pub fn vocab_size(&self) -> usize {
         self.ends.len()
+    }
+
+    /// Least tokens that `bytes` bytes of text can have; 1 where text may shrink before it is cut into tokens.
+    pub fn least_tokens(&self, bytes: usize) -> usize {
+        match self.inner.get_normalizer() {
+            Some(_) => bytes.min(1),
+            None => bytes.div_ceil(self.longest.max(1)),
+        }
     }
 
     /// The control tokens of the vocabulary.

@@ -105,7 +105,7 @@ pub(crate) fn registered_file(file: FileId, direct: bool) -> i32 {
     (file.0 * 2 + u32::from(direct)).cast_signed()
 }
 
-/// Pins the arena, or as many whole slabs as the limit on locked memory allows, and one line where that is not all.
+/// Pins the arena, or as many whole slabs as the limit on locked memory allows, and one line where that is less than half.
 pub(crate) fn register(ring: &IoUring, pool: &SlabPool) -> (Registered, Option<String>) {
     let (stride, slabs) = (pool.stride(), pool.slabs());
     raise_memlock();
@@ -119,13 +119,15 @@ pub(crate) fn register(ring: &IoUring, pool: &SlabPool) -> (Registered, Option<S
     let part = part.into_iter().find(|part| register_slabs(ring, pool, *part).is_ok()).unwrap_or(0);
     let allowed = limit.map_or("unlimited".to_owned(), |limit| format!("{} MiB", limit >> 20));
     let mib = |slabs: usize| (slabs * stride).div_ceil(1 << 20);
-    let note = format!(
-        "{} of {} MiB of slabs are registered ({errno}; memory that may be locked: {allowed}): reads cost more CPU; raise \
-         `ulimit -l`",
-        mib(part),
-        mib(slabs)
-    );
-    (Registered::first(pool, part), Some(note))
+    let note = || {
+        format!(
+            "{} of {} MiB of slabs are registered with the kernel ({errno}; memory that may be locked: {allowed}); reading \
+             works, and costs a little less CPU after raising `ulimit -l`",
+            mib(part),
+            mib(slabs)
+        )
+    };
+    (Registered::first(pool, part), (2 * part < slabs).then(note))
 }
 
 fn register_slabs(ring: &IoUring, pool: &SlabPool, slabs: usize) -> Result<(), Errno> {

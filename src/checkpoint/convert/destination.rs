@@ -3,7 +3,7 @@
 use super::layout::{HASHES_KEY, PARAMETERS_KEY, SOURCE_KEY, ShardLayout, ShardPlan};
 use crate::checkpoint::UNFINISHED_NAME;
 use crate::checkpoint::config::read_small;
-use crate::checkpoint::error::{CheckpointError, Result, io_error};
+use crate::checkpoint::error::{CheckpointError, Result, io_error, is_there};
 use crate::checkpoint::header;
 use crate::checkpoint::index::INDEX_NAME;
 use crate::checkpoint::tensors::shard_paths;
@@ -58,7 +58,7 @@ impl Destination {
         let mut small_files = Vec::new();
         for name in COPIED {
             let path = src.join(name);
-            if path.exists() {
+            if is_there(&path)? {
                 small_files.push((name, read_small(&path)?));
             }
         }
@@ -73,7 +73,7 @@ impl Destination {
         let mut finished = Vec::with_capacity(shards.len());
         for (shard, layout) in shards.iter().zip(layouts) {
             let path = self.dir.join(&shard.file_name);
-            finished.push(path.exists() && self.is_finished(&path, layout)?);
+            finished.push(is_there(&path)? && self.is_finished(&path, layout)?);
         }
         Ok(finished)
     }
@@ -127,7 +127,7 @@ impl Destination {
     fn check_owner(&self, shards: &[ShardPlan]) -> Result<()> {
         let marker = self.dir.join(UNFINISHED_NAME);
         let mut ours = false;
-        if marker.exists() {
+        if is_there(&marker)? {
             let value: Value = serde_json::from_slice(&read_small(&marker)?).unwrap_or_default();
             self.check_parameters(value["conversion"].as_str().unwrap_or("an unreadable record"))?;
             ours = true;
@@ -148,7 +148,7 @@ impl Destination {
         }
         for (name, bytes) in &self.small_files {
             let path = self.dir.join(name);
-            if !ours && path.exists() && read_small(&path)? != *bytes {
+            if !ours && is_there(&path)? && read_small(&path)? != *bytes {
                 return Err(self.occupied(path));
             }
         }
@@ -159,8 +159,9 @@ impl Destination {
         if found == self.marker {
             return Ok(());
         }
-        let (wanted, found) = (self.marker.clone(), found.to_owned());
-        Err(CheckpointError::ConvertDiffers { dir: self.dir.clone(), wanted, found })
+        let (wanted, found) = (differing(&self.marker, found), differing(found, &self.marker));
+        let finished = !is_there(&self.dir.join(UNFINISHED_NAME))?;
+        Err(CheckpointError::ConvertDiffers { dir: self.dir.clone(), wanted, found, finished })
     }
 
     fn occupied(&self, file: PathBuf) -> CheckpointError {
@@ -224,6 +225,12 @@ impl Destination {
     fn sync(&self) -> Result<()> {
         self.locked.sync_all().map_err(io_error("sync", &self.dir))
     }
+}
+
+/// Those of the parameters `of` that `other` lacks.
+fn differing(of: &str, other: &str) -> String {
+    let others: Vec<&str> = other.split(' ').collect();
+    of.split(' ').filter(|parameter| !others.contains(parameter)).collect::<Vec<_>>().join(" ")
 }
 
 impl Drop for Destination {

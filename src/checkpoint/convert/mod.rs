@@ -11,7 +11,7 @@ mod options;
 mod plan;
 mod shard;
 
-pub use options::{ConvertOptions, Width};
+pub use options::{Cancel, ConvertOptions, Width};
 
 use super::error::{CheckpointError, Result, io_error};
 use super::{Checkpoint, refuse_unfinished};
@@ -133,13 +133,22 @@ pub fn convert_opened(
         if !kept[number] {
             let mut reported = done;
             let temporary = destination.temporary(&shard.file_name);
-            shard::write(shard, layout, &source.tensors, &temporary, &mut |bytes| {
+            let written = shard::write(shard, layout, &source.tensors, &temporary, &mut |bytes| {
                 done += bytes;
                 if done - reported >= PROGRESS_BYTES {
                     reported = done;
                     progress(Progress::Bytes { done, of: bytes_total });
                 }
-            })?;
+                match &options.cancel {
+                    Some(cancel) if cancel.raised() => Err(CheckpointError::Interrupted { dir: dst.to_owned() }),
+                    _ => Ok(()),
+                }
+            });
+            if written.is_err() {
+                // Half a shard is of no use; the next conversion removes it if this fails.
+                let _ = std::fs::remove_file(&temporary);
+            }
+            written?;
             destination.publish(&temporary, &shard.file_name)?;
         }
         done = end;

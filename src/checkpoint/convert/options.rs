@@ -6,6 +6,8 @@ use crate::checkpoint::required::Role;
 use crate::kernels::Format;
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Bits of a stored weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +47,24 @@ impl FromStr for Width {
     }
 }
 
+/// Ends a conversion from outside: between two writes it looks whether the flag is up.
+#[derive(Clone, Debug)]
+pub struct Cancel(pub Arc<AtomicBool>);
+
+impl Cancel {
+    pub(crate) fn raised(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl PartialEq for Cancel {
+    fn eq(&self, other: &Cancel) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Cancel {}
+
 /// Precision of each kind of weight in the container. Norms, biases and the router are always F32.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConvertOptions {
@@ -64,6 +84,8 @@ pub struct ConvertOptions {
     pub repack: bool,
     /// Take the destination to have this many bytes free, instead of asking its file system.
     pub free_bytes: Option<u64>,
+    /// Ends the conversion early; what is finished stays.
+    pub cancel: Option<Cancel>,
 }
 
 impl Default for ConvertOptions {
@@ -78,6 +100,7 @@ impl Default for ConvertOptions {
             group: None,
             repack: false,
             free_bytes: None,
+            cancel: None,
         }
     }
 }
@@ -99,10 +122,11 @@ impl ConvertOptions {
     pub(crate) fn check(&self) -> Result<()> {
         let Some(group) = self.group else { return Ok(()) };
         let fault = |expected: String, found: String| {
-            Err(CheckpointError::ConvertOptions { what: "group".to_owned(), expected, found })
+            Err(CheckpointError::ConvertOptions { what: "--group".to_owned(), expected, found })
         };
         if !GROUP_SIZES.contains(&group) {
-            return fault(format!("one of {GROUP_SIZES:?}"), group.to_string());
+            let sizes = GROUP_SIZES.map(|size| size.to_string()).join(", ");
+            return fault(format!("one of {sizes}"), group.to_string());
         }
         let widths = [self.experts, self.dense, self.io_bits, self.mtp, self.indexer];
         if self.repack || !widths.contains(&Width::Bits4) {

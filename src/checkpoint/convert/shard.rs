@@ -6,23 +6,25 @@ use crate::checkpoint::tensors::TensorMap;
 use crate::kernels::{EncodeError, FP8_BLOCK, Format, Kernels, MatrixSpec, WeightRef, encode};
 use millstream_io::FileSpan;
 use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::LazyLock;
 use xxhash_rust::xxh3::Xxh3;
 
 /// Weights decoded at a time: bounds the memory of a conversion, whatever the size of a matrix.
 const CHUNK_WEIGHTS: usize = 4 << 20;
 const WRITE_BUFFER_BYTES: usize = 1 << 20;
 
-/// Writes the shard to `temporary`, whole and durable. `written` is told the bytes as they are added.
+/// Writes the shard to `temporary`, whole and durable. `written` is told the bytes as they are added and may end it.
 pub(crate) fn write(
     plan: &ShardPlan,
     layout: &ShardLayout,
     source: &TensorMap,
     temporary: &Path,
-    written: &mut dyn FnMut(u64),
+    written: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<()> {
     let file = File::create(temporary).map_err(io_error("create", temporary))?;
     let mut writer = Writer {
@@ -55,12 +57,18 @@ pub(crate) fn write(
     file.sync_all().map_err(io_error("sync", temporary))
 }
 
+/// The threads that encode; none where none can be started, and then the caller encodes.
+fn threads() -> Option<&'static ThreadPool> {
+    static THREADS: LazyLock<Option<ThreadPool>> = LazyLock::new(|| ThreadPoolBuilder::new().build().ok());
+    THREADS.as_ref()
+}
+
 struct Writer<'a> {
     buffer: BufWriter<&'a File>,
     path: &'a Path,
     at: u64,
     hash: Xxh3,
-    written: &'a mut dyn FnMut(u64),
+    written: &'a mut dyn FnMut(u64) -> Result<()>,
 }
 
 impl Writer<'_> {
@@ -68,8 +76,7 @@ impl Writer<'_> {
         self.buffer.write_all(bytes).map_err(io_error("write", self.path))?;
         self.hash.update(bytes);
         self.at += bytes.len() as u64;
-        (self.written)(bytes.len() as u64);
-        Ok(())
+        (self.written)(bytes.len() as u64)
     }
 
     fn zeros(&mut self, mut bytes: u64) -> Result<()> {
@@ -143,19 +150,23 @@ impl<'a> Scratch<'a> {
         self.output.resize(spec.rows * row_bytes, 0);
         self.output_scales.resize(spec.rows * row_scales.max(1), 0.0);
         let kernels = Kernels::best();
-        let encoded = self
-            .output
-            .par_chunks_mut(row_bytes)
-            .zip(self.output_scales.par_chunks_mut(row_scales.max(1)))
-            .enumerate()
-            .map_init(
-                || vec![0f32; cols],
-                |values, (row, (data, scales))| {
-                    kernels.decode_row(&weights, row, values);
-                    encode_row(target, values, data, scales).err().map(|(col, value)| (row, col, value))
-                },
-            )
-            .find_map_first(|fault| fault);
+        let scale_chunk = row_scales.max(1);
+        let convert = |values: &mut Vec<f32>, (row, (data, scales)): (usize, (&mut [u8], &mut [f32]))| {
+            kernels.decode_row(&weights, row, values);
+            encode_row(target, values, data, scales).err().map(|(col, value)| (row, col, value))
+        };
+        let (output, output_scales) = (&mut self.output, &mut self.output_scales);
+        let encoded = match threads() {
+            Some(threads) => threads.install(|| {
+                let rows = output.par_chunks_mut(row_bytes).zip(output_scales.par_chunks_mut(scale_chunk));
+                rows.enumerate().map_init(|| vec![0f32; cols], convert).find_map_first(|fault| fault)
+            }),
+            None => {
+                let mut values = vec![0f32; cols];
+                let rows = output.chunks_mut(row_bytes).zip(output_scales.chunks_mut(scale_chunk));
+                rows.enumerate().find_map(|row| convert(&mut values, row))
+            }
+        };
         if row_scales == 0 {
             self.output_scales.clear();
         }

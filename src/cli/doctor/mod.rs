@@ -157,7 +157,11 @@ fn settle(args: &DoctorArgs, machine: &Machine, report: &mut Report) -> Option<(
     let dir = match &config.model {
         ModelChoice::Dir(dir) => dir.clone(),
         ModelChoice::Bundled(source) => match bundled::container(source, machine, false) {
-            Ok(checkpoint) => checkpoint.dir,
+            Ok(Some(checkpoint)) => checkpoint.dir,
+            Ok(None) => {
+                report.skip("directory", "the conversion of the model was interrupted", None);
+                return None;
+            }
             Err(failure) => {
                 report.failure("directory", failure);
                 return None;

@@ -12,7 +12,7 @@ use crate::engine::EngineConfig;
 
 use super::{Check, Report, Status};
 use crate::cli::machine::Machine;
-use crate::cli::{Done, Failure, interrupts, render, size};
+use crate::cli::{Done, Failure, interrupt, render, size};
 
 const ID: &str = "checksums";
 /// Buffers of the check: enough for the device's depth and the threads that hash.
@@ -60,7 +60,7 @@ fn compare(
     engine: &EngineConfig,
     report: &mut Report,
 ) -> Result<Done, Failure> {
-    let cancel = interrupts()?;
+    let cancel = interrupt::watch()?;
     let began = Instant::now();
     let mut bar = render::Progress::new(false);
     let workers = machine.cores.min(WORKERS_MAX);

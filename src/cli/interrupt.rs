@@ -1,0 +1,49 @@
+//! Interrupts: the first asks for an orderly end, the second ends the process.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+use super::Failure;
+
+struct Watch {
+    /// An interrupt came.
+    raised: Arc<AtomicBool>,
+    /// The next one ends the process, as if nobody watched.
+    fatal: Arc<AtomicBool>,
+}
+
+static WATCH: OnceLock<Watch> = OnceLock::new();
+
+/// From here to [`unwatch`], the first interrupt raises the flag returned, and a second ends the process.
+pub fn watch() -> Result<Arc<AtomicBool>, Failure> {
+    let watch = match WATCH.get() {
+        Some(watch) => watch,
+        None => {
+            let made = register().map_err(|e| Failure::work("cannot watch for interrupts").cause(e))?;
+            WATCH.get_or_init(|| made)
+        }
+    };
+    watch.raised.store(false, Ordering::SeqCst);
+    watch.fatal.store(false, Ordering::SeqCst);
+    Ok(watch.raised.clone())
+}
+
+/// An interrupt ends the process again, as before [`watch`].
+pub fn unwatch() {
+    if let Some(watch) = WATCH.get() {
+        watch.fatal.store(true, Ordering::SeqCst);
+    }
+}
+
+fn register() -> std::io::Result<Watch> {
+    let watch = Watch { raised: Arc::default(), fatal: Arc::default() };
+    for signal in [SIGINT, SIGTERM] {
+        // In this order: the first signal finds `fatal` down and raises it, the second finds it up.
+        signal_hook::flag::register_conditional_default(signal, watch.fatal.clone())?;
+        signal_hook::flag::register(signal, watch.fatal.clone())?;
+        signal_hook::flag::register(signal, watch.raised.clone())?;
+    }
+    Ok(watch)
+}
