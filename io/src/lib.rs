@@ -34,6 +34,7 @@ pub mod device;
 pub mod error;
 pub mod file;
 pub mod limits;
+pub mod measure;
 pub mod plan;
 pub mod pool;
 pub mod sector;
