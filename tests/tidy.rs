@@ -30,11 +30,12 @@ const IO: &[(&str, &[&str])] = &[
     ("error", &["limits"]),
     ("space", &["error"]),
     ("arena", &["error", "limits"]),
+    ("block", &["limits"]),
     ("access", &["arena", "error", "limits", "sector"]),
     ("pool", &["arena", "error", "limits", "sector"]),
-    ("file", &["access", "error", "limits", "sector"]),
+    ("file", &["access", "block", "error", "limits", "sector"]),
     ("plan", &["access", "error", "file", "limits", "sector"]),
-    ("device", &["access", "arena", "error", "file", "limits", "plan", "pool", "sector"]),
+    ("device", &["access", "arena", "block", "error", "file", "limits", "plan", "pool", "sector"]),
     ("measure", &["access", "arena", "device", "error", "file", "limits", "plan", "pool"]),
 ];
 
@@ -55,6 +56,7 @@ const STORE_FROM_KERNELS: &[&str] = &["WeightRef", "MatrixSpec"];
 const UNSAFE: &[&str] = &[
     "io/src/access.rs",
     "io/src/arena.rs",
+    "io/src/device/map.rs",
     "io/src/device/ring.rs",
     "io/src/device/ring_setup.rs",
     "io/src/device/threads.rs",

@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::str::FromStr;
@@ -12,6 +12,7 @@ use std::sync::Arc;
 use crate::arena::Arena;
 use crate::error::{Errno, ErrnoKind, IoError};
 use crate::limits::{ATTEMPTS_MAX, PAGE_BYTES, SECTOR_BYTES, SECTOR_BYTES_MAX};
+use crate::sector::{align_down, align_up};
 
 /// How files are to be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,30 +22,47 @@ pub enum IoMode {
     Auto,
     /// Directly, or not at all.
     Direct,
-    /// Through the page cache.
+    /// Through the page cache, which keeps what was read.
     Buffered,
+    /// Through the page cache with `RWF_DONTCACHE`: the kernel drops each page once it is copied. Linux 6.14 on a file
+    /// system that takes part, or not at all.
+    DontCache,
+    /// Through a mapping of the whole file, by the device of that name only.
+    Mmap,
+    /// Through the page cache, telling the kernel after each request to drop its pages.
+    Drop,
+}
+
+impl IoMode {
+    /// Every mode, `Auto` first.
+    pub const ALL: [IoMode; 6] =
+        [IoMode::Auto, IoMode::Direct, IoMode::Buffered, IoMode::DontCache, IoMode::Mmap, IoMode::Drop];
+
+    /// The name that is typed.
+    pub fn name(self) -> &'static str {
+        match self {
+            IoMode::Auto => "auto",
+            IoMode::Direct => "direct",
+            IoMode::Buffered => "buffered",
+            IoMode::DontCache => "dontcache",
+            IoMode::Mmap => "mmap",
+            IoMode::Drop => "drop",
+        }
+    }
 }
 
 impl FromStr for IoMode {
     type Err = String;
 
     fn from_str(text: &str) -> Result<IoMode, String> {
-        match text {
-            "auto" => Ok(IoMode::Auto),
-            "direct" => Ok(IoMode::Direct),
-            "buffered" => Ok(IoMode::Buffered),
-            _ => Err(format!("unknown I/O mode '{text}': auto, direct or buffered")),
-        }
+        let found = IoMode::ALL.into_iter().find(|mode| mode.name() == text);
+        found.ok_or_else(|| format!("unknown I/O mode '{text}': auto, direct, buffered, dontcache, mmap or drop"))
     }
 }
 
 impl fmt::Display for IoMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            IoMode::Auto => "auto",
-            IoMode::Direct => "direct",
-            IoMode::Buffered => "buffered",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -68,6 +86,12 @@ pub enum Access {
         /// Why not directly; `None` where buffered reads were asked for.
         why: Option<String>,
     },
+    /// Through the page cache with `RWF_DONTCACHE`, which a probe read took.
+    DontCache,
+    /// Through a mapping.
+    Mapped,
+    /// Through the page cache, which is told to drop the pages of each request once they are copied.
+    Dropped,
 }
 
 impl fmt::Display for Access {
@@ -81,6 +105,9 @@ impl fmt::Display for Access {
             }
             Access::Buffered { why: Some(why) } => write!(f, "buffered: {why}"),
             Access::Buffered { why: None } => f.write_str("buffered, as asked"),
+            Access::DontCache => f.write_str("buffered with RWF_DONTCACHE"),
+            Access::Mapped => f.write_str("mapped"),
+            Access::Dropped => f.write_str("buffered, dropped from the page cache after use"),
         }
     }
 }
@@ -113,6 +140,37 @@ pub(crate) fn open_directly(path: &Arc<Path>) -> Result<Evidence, IoError> {
 /// Whether an errno means "not directly", rather than "not at all".
 pub(crate) fn refuses_direct(errno: Errno) -> bool {
     matches!(errno.kind(), ErrnoKind::Unsupported) || errno.0 == libc::EPERM
+}
+
+/// Whether the kernel and the file system take reads with `RWF_DONTCACHE`, asked by one.
+///
+/// # Errors
+/// [`IoError::Refused`] where they do not.
+pub(crate) fn probe_dontcache(path: &Arc<Path>, file: &File) -> Result<(), IoError> {
+    let mut byte = [0u8; 1];
+    let place = libc::iovec { iov_base: byte.as_mut_ptr().cast(), iov_len: byte.len() };
+    for _ in 0..ATTEMPTS_MAX {
+        // SAFETY: the descriptor is open, and `place` describes one byte that outlives the call.
+        let count = unsafe { libc::preadv2(file.as_raw_fd(), &raw const place, 1, 0, libc::RWF_DONTCACHE) };
+        if count >= 0 {
+            return Ok(());
+        }
+        let errno = Errno::last();
+        match errno.kind() {
+            ErrnoKind::Interrupted => {}
+            ErrnoKind::Unsupported | ErrnoKind::NoSystemCall => {
+                let why = format!(
+                    "{}: a read with RWF_DONTCACHE was refused: {errno}; it needs Linux 6.14 and a file system that \
+                     takes part, such as ext4 or xfs",
+                    path.display()
+                );
+                return Err(IoError::Refused { what: "dontcache", why });
+            }
+            // Damage at the first byte is the reader's error to report.
+            _ => return Ok(()),
+        }
+    }
+    Ok(())
 }
 
 /// What a file opened with `O_DIRECT` will really do: the kernel's statement where it makes one, else the file system
@@ -185,6 +243,18 @@ fn file_system(file: &File) -> i64 {
 pub(crate) fn advise_random(file: &File) {
     // SAFETY: advice on an open descriptor; it changes no data, and a refusal changes nothing.
     let _ = unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+}
+
+/// Tells the kernel that the pages of `len` bytes at `offset` are not needed again: those that the range
+/// touches, whole.
+pub(crate) fn drop_cached(fd: RawFd, offset: u64, len: u32) {
+    let start = align_down(offset, PAGE_BYTES as u64);
+    let Some(end) = align_up(offset + u64::from(len), PAGE_BYTES as u64) else {
+        return;
+    };
+    let (start, len) = (start.cast_signed(), (end - start).cast_signed());
+    // SAFETY: advice on an open descriptor; it changes no data, and a refusal changes nothing.
+    let _ = unsafe { libc::posix_fadvise(fd, start, len, libc::POSIX_FADV_DONTNEED) };
 }
 
 const RAMFS_MAGIC: i64 = 0x8584_58f6;

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::ptr::NonNull;
+use std::str::FromStr;
 
 use crate::error::{Errno, IoError};
 use crate::limits::{HUGE_PAGE_BYTES, PAGE_BYTES};
@@ -16,6 +17,50 @@ pub enum PageKind {
     Transparent,
     /// 4 KiB pages: reads cost more CPU and smaller device requests.
     Small,
+}
+
+/// Which pages are asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pages {
+    /// Reserved 2 MiB pages where there are enough, else transparent ones, else what there is.
+    #[default]
+    Auto,
+    /// Reserved 2 MiB pages, or nothing.
+    HugeTlb,
+    /// Transparent 2 MiB pages, as far as the machine gives them.
+    Thp,
+    /// 4 KiB pages, for comparison.
+    Off,
+}
+
+impl Pages {
+    /// Every choice, `Auto` first.
+    pub const ALL: [Pages; 4] = [Pages::Auto, Pages::HugeTlb, Pages::Thp, Pages::Off];
+
+    /// The name that is typed.
+    pub fn name(self) -> &'static str {
+        match self {
+            Pages::Auto => "auto",
+            Pages::HugeTlb => "hugetlb",
+            Pages::Thp => "thp",
+            Pages::Off => "off",
+        }
+    }
+}
+
+impl FromStr for Pages {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Pages, String> {
+        let found = Pages::ALL.into_iter().find(|pages| pages.name() == text);
+        found.ok_or_else(|| format!("unknown kind of pages '{text}': auto, hugetlb, thp or off"))
+    }
+}
+
+impl fmt::Display for Pages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
 /// How the memory of an arena turned out.
@@ -38,6 +83,7 @@ pub struct Arena {
     mapping: NonNull<u8>,
     mapping_bytes: usize,
     hugetlb: bool,
+    asked: Pages,
 }
 
 // SAFETY: the arena is plain memory owned by this value; nothing in it is bound to a thread.
@@ -51,19 +97,36 @@ impl Arena {
     /// # Errors
     /// [`IoError::Memory`] with the size where the memory cannot be had.
     pub fn new(bytes: usize) -> Result<Arena, IoError> {
+        Arena::with_pages(bytes, Pages::Auto)
+    }
+
+    /// As [`Arena::new`], on the pages asked for.
+    ///
+    /// # Errors
+    /// [`IoError::Memory`]; [`IoError::Refused`] where reserved pages are asked for and too few are free.
+    pub fn with_pages(bytes: usize, pages: Pages) -> Result<Arena, IoError> {
         let too_big = || IoError::Memory { bytes: bytes as u64, errno: Errno(libc::ENOMEM) };
-        let unit = if bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { PAGE_BYTES };
+        let unit = if bytes >= HUGE_PAGE_BYTES || pages == Pages::HugeTlb { HUGE_PAGE_BYTES } else { PAGE_BYTES };
         let rounded = bytes.max(1).checked_next_multiple_of(unit).ok_or_else(too_big)?;
         if rounded > isize::MAX as usize - 4 * HUGE_PAGE_BYTES {
             return Err(too_big());
         }
-        if let Some(arena) = Arena::reserved_huge(rounded) {
-            arena.advise(libc::MADV_DONTFORK);
-            return Ok(arena);
+        if matches!(pages, Pages::Auto | Pages::HugeTlb) {
+            match Arena::reserved_huge(rounded, pages) {
+                Ok(arena) => {
+                    arena.advise(libc::MADV_DONTFORK);
+                    return Ok(arena);
+                }
+                Err(errno) if pages == Pages::HugeTlb => {
+                    let why = format!("{} reserved pages of 2 MiB are wanted: {errno}", rounded / HUGE_PAGE_BYTES);
+                    return Err(IoError::Refused { what: "hugetlb", why });
+                }
+                Err(_) => {}
+            }
         }
-        let arena = Arena::anonymous(rounded)?;
+        let arena = Arena::anonymous(rounded, pages)?;
         // Advice may be refused by an old kernel; the report says which pages came of it.
-        arena.advise(libc::MADV_HUGEPAGE);
+        arena.advise(if pages == Pages::Off { libc::MADV_NOHUGEPAGE } else { libc::MADV_HUGEPAGE });
         arena.advise(libc::MADV_DONTFORK);
         arena.populate()?;
         Ok(arena)
@@ -103,7 +166,7 @@ impl Arena {
         let huge_bytes = anon_huge_bytes(&smaps, start, start + bytes).min(bytes);
         let kind = if huge_bytes * 2 >= bytes { PageKind::Transparent } else { PageKind::Small };
         let wished = bytes - bytes % HUGE_PAGE_BYTES as u64;
-        let note = (huge_bytes < wished).then(|| {
+        let note = (huge_bytes < wished && self.asked != Pages::Off).then(|| {
             format!(
                 "{} of {} MiB of buffers are on 4 KiB pages: expect up to half the read speed and 10 times the CPU; \
                  set /sys/kernel/mm/transparent_hugepage/enabled to madvise, or reserve vm.nr_hugepages",
@@ -114,18 +177,18 @@ impl Arena {
         ArenaReport { bytes, huge_bytes, kind, note }
     }
 
-    fn reserved_huge(bytes: usize) -> Option<Arena> {
+    fn reserved_huge(bytes: usize, asked: Pages) -> Result<Arena, Errno> {
         if !bytes.is_multiple_of(HUGE_PAGE_BYTES) {
-            return None;
+            return Err(Errno(libc::EINVAL));
         }
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
-        let mapping = map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags).ok()?;
+        let mapping = map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags)?;
         // mmap reserved the pages, but a cgroup may still refuse them: then the arena falls back to ordinary memory.
-        let arena = Arena { base: mapping, bytes, mapping, mapping_bytes: bytes, hugetlb: true };
-        (arena.advise(libc::MADV_POPULATE_WRITE) == 0).then_some(arena)
+        let arena = Arena { base: mapping, bytes, mapping, mapping_bytes: bytes, hugetlb: true, asked };
+        if arena.advise(libc::MADV_POPULATE_WRITE) == 0 { Ok(arena) } else { Err(Errno::last()) }
     }
 
-    fn anonymous(bytes: usize) -> Result<Arena, IoError> {
+    fn anonymous(bytes: usize, asked: Pages) -> Result<Arena, IoError> {
         // One huge page of slack to align, and at least a page of guard on each side, so that no neighbour merges
         // with the mapping and the report counts only its own pages.
         let mapping_bytes = bytes + 2 * HUGE_PAGE_BYTES;
@@ -137,7 +200,7 @@ impl Arena {
         debug_assert!(skip + bytes < mapping_bytes);
         // SAFETY: `skip + bytes` is below `mapping_bytes`, so the address stays inside the mapping.
         let base = unsafe { mapping.add(skip) };
-        let arena = Arena { base, bytes, mapping, mapping_bytes, hugetlb: false };
+        let arena = Arena { base, bytes, mapping, mapping_bytes, hugetlb: false, asked };
         // SAFETY: the range was just mapped by this function and nobody else knows it.
         let rc = unsafe { libc::mprotect(base.as_ptr().cast(), bytes, libc::PROT_READ | libc::PROT_WRITE) };
         if rc != 0 {
@@ -267,6 +330,35 @@ mod tests {
         }
         assert!(matches!(Arena::new(usize::MAX), Err(IoError::Memory { .. })));
         assert!(matches!(Arena::new(1 << 50), Err(IoError::Memory { .. })));
+    }
+
+    #[test]
+    fn pages_are_those_asked_for_or_a_named_refusal() {
+        for pages in Pages::ALL {
+            assert_eq!(pages.to_string().parse(), Ok(pages));
+            match Arena::with_pages(6 << 20, pages) {
+                Ok(mut arena) => {
+                    let report = arena.report();
+                    match pages {
+                        Pages::HugeTlb => assert_eq!(report.kind, PageKind::HugeTlb),
+                        Pages::Thp => assert_ne!(report.kind, PageKind::HugeTlb),
+                        Pages::Off => {
+                            assert_eq!((report.kind, report.huge_bytes, report.note), (PageKind::Small, 0, None))
+                        }
+                        Pages::Auto => {}
+                    }
+                    assert_eq!(report.bytes, 6 << 20);
+                    arena.as_mut_slice().fill(3);
+                }
+                Err(error @ IoError::Refused { what: "hugetlb", .. }) => {
+                    assert_eq!(pages, Pages::HugeTlb);
+                    assert!(error.to_string().contains("3 reserved pages"), "{error}");
+                    assert!(error.hint().unwrap().contains("nr_hugepages"));
+                }
+                Err(error) => panic!("{pages}: {error}"),
+            }
+        }
+        assert!("huge".parse::<Pages>().is_err());
     }
 
     #[test]

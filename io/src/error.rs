@@ -50,6 +50,14 @@ pub enum IoError {
         /// Evidence.
         why: String,
     },
+    /// A mode or switch was asked for by name and is not to be had here, or not together with another.
+    #[error("{what} is not possible: {why}")]
+    Refused {
+        /// The mode or switch: `dontcache`, `mmap`, `hugetlb`, `iopoll`, ...
+        what: &'static str,
+        /// Evidence, or the rule it breaks.
+        why: String,
+    },
     /// The kernel reported an error for a read, after the retries it deserves.
     #[error("cannot read {range}: {errno}")]
     Read {
@@ -156,6 +164,7 @@ impl IoError {
             IoError::RingRefused { remedy, .. } => return Some(remedy.clone()),
             IoError::Start { errno, .. } => return errno.hint().map(str::to_owned),
             IoError::DeviceDied { .. } => "start again; --device threads avoids io_uring",
+            IoError::Refused { what, .. } => return REMEDIES.iter().find(|r| r.0 == *what).map(|r| r.1.to_owned()),
             IoError::BadRequest { .. } | IoError::Cancelled => return None,
         };
         Some(text.to_owned())
@@ -173,6 +182,15 @@ impl IoError {
         }
     }
 }
+
+/// What to do instead of a mode or switch that was refused.
+const REMEDIES: &[(&str, &str)] = &[
+    ("dontcache", "--io drop drops what was read by other means; --io auto avoids the page cache where it can"),
+    ("mmap", "mapped files go with --io mmap and the device mmap, or with either left at auto"),
+    ("hugetlb", "reserve pages with `sysctl vm.nr_hugepages=N`, 2 MiB each, or use transparent ones"),
+    ("iopoll", "polled reads need direct reads and a driver with poll queues (nvme.poll_queues=N); leave it off"),
+    ("sqpoll", "a polling kernel thread belongs to io_uring: --device uring"),
+];
 
 /// An error number of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

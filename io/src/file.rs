@@ -7,7 +7,8 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::access::{Access, Evidence, IoMode, advise_random, open_directly};
+use crate::access::{Access, Evidence, IoMode, advise_random, open_directly, probe_dontcache};
+use crate::block::BlockQueue;
 use crate::error::{Errno, ErrnoKind, IoError, ReadRange};
 use crate::limits::{ATTEMPTS_MAX, SECTOR_BYTES};
 
@@ -56,7 +57,8 @@ impl FileSet {
     ///
     /// # Errors
     /// [`IoError::Open`] or [`IoError::NotAFile`] naming the path; [`IoError::DirectRefused`] where `mode` is
-    /// [`IoMode::Direct`] and a file would not really be read directly.
+    /// [`IoMode::Direct`] and a file would not really be read directly; [`IoError::Refused`] where it is
+    /// [`IoMode::DontCache`] and the kernel or a file system does not take part.
     pub fn open(paths: &[PathBuf], mode: IoMode) -> Result<FileSet, IoError> {
         if paths.len() > u32::MAX as usize {
             return Err(IoError::BadRequest { what: format!("{} files", paths.len()) });
@@ -196,6 +198,11 @@ impl FileSet {
         Ok(entry.identity.bytes)
     }
 
+    /// Size of the file now.
+    pub(crate) fn len_now(&self, file: FileId) -> Result<u64, Errno> {
+        self.entry(file).plain.metadata().map(|now| now.len()).map_err(|error| Errno::of(&error))
+    }
+
     pub(crate) fn shared_path(&self, file: FileId) -> Arc<Path> {
         Arc::clone(&self.entry(file).path)
     }
@@ -212,6 +219,18 @@ impl FileSet {
     /// The first file that is read directly.
     pub(crate) fn first_direct(&self) -> Option<FileId> {
         (0..self.files.len() as u32).map(FileId).find(|file| self.source(*file).direct)
+    }
+
+    /// Every descriptor reads may use: two a file, the one through the page cache and the direct one, -1 for none.
+    pub(crate) fn descriptors(&self) -> Vec<RawFd> {
+        let both = |entry: &OpenFile| [entry.plain.as_raw_fd(), entry.direct.as_ref().map_or(-1, AsRawFd::as_raw_fd)];
+        self.files.iter().flat_map(both).collect()
+    }
+
+    /// The queue of the block device that holds the file; `None` where it cannot be found. Panics for an id that is
+    /// not of this set.
+    pub fn block_queue(&self, file: FileId) -> Option<BlockQueue> {
+        BlockQueue::of_device(Path::new("/sys/dev/block"), self.entry(file).identity.device)
     }
 
     /// What one call through the page cache returns: bytes, all there are, or a negative errno. For the simulator.
@@ -294,9 +313,16 @@ fn open_file(path: &Path, mode: IoMode) -> Result<OpenFile, IoError> {
     }
     let plain = File::open(path).map_err(refused)?;
     let identity = Identity::of(&plain.metadata().map_err(refused)?);
+    let as_asked = |access| Evidence { direct: None, access, doubt: None };
     let Evidence { direct, access: opened_as, doubt } = match mode {
-        IoMode::Buffered => Evidence { direct: None, access: Access::Buffered { why: None }, doubt: None },
         IoMode::Auto | IoMode::Direct => open_directly(&shared)?,
+        IoMode::Buffered => as_asked(Access::Buffered { why: None }),
+        IoMode::DontCache => {
+            probe_dontcache(&shared, &plain)?;
+            as_asked(Access::DontCache)
+        }
+        IoMode::Mmap => as_asked(Access::Mapped),
+        IoMode::Drop => as_asked(Access::Dropped),
     };
     if let Some(direct) = &direct
         && Identity::of(&direct.metadata().map_err(refused)?) != identity
@@ -308,7 +334,8 @@ fn open_file(path: &Path, mode: IoMode) -> Result<OpenFile, IoError> {
         (Access::SilentlyBuffered { why } | Access::Buffered { why: Some(why) }, IoMode::Direct) => {
             return Err(IoError::DirectRefused { path: shared, why: why.clone() });
         }
-        (Access::Direct { .. }, _) => {}
+        // Readahead of a mapping is steered by advice on the mapping.
+        (Access::Direct { .. } | Access::Mapped, _) => {}
         _ => advise_random(&plain),
     }
     Ok(OpenFile { path: shared, plain, direct, opened_as, downgraded: OnceLock::new(), doubt, identity })

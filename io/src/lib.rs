@@ -30,6 +30,7 @@
 
 mod access;
 mod arena;
+pub mod block;
 pub mod device;
 pub mod error;
 pub mod file;
@@ -41,11 +42,12 @@ pub mod sector;
 pub mod space;
 
 pub use access::{Access, IoMode};
-pub use arena::{Arena, ArenaReport, PageKind};
+pub use arena::{Arena, ArenaReport, PageKind, Pages};
+pub use block::BlockQueue;
 pub use device::sim::{SimConfig, SimFault, sim_device};
 pub use device::{
-    Completion, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, Priority, Read, RejectReason,
-    Rejected, Wait, open_device,
+    CHUNK_WHOLE, Completion, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, Priority, Read,
+    RejectReason, Rejected, Wait, open_device, settle,
 };
 pub use error::{Errno, IoError, ReadRange};
 pub use file::{FileId, FileSet};

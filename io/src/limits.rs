@@ -30,6 +30,8 @@ pub const RING_ENTRIES: u32 = 256;
 pub const RING_ENTRIES_MIN: u32 = 2;
 /// Largest ring the kernel offers.
 pub const RING_ENTRIES_MAX: u32 = 32768;
+/// Idle time after which a kernel thread that polls for submissions goes to sleep.
+pub const SQPOLL_IDLE_MS: u32 = 100;
 /// Kernel workers that serve buffered reads of a ring.
 pub const RING_BUFFERED_WORKERS: u32 = 8;
 /// Reads queued and in flight together, by default.

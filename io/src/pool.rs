@@ -5,7 +5,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::arena::{Arena, ArenaReport};
+use crate::arena::{Arena, ArenaReport, Pages};
 use crate::error::{Errno, IoError};
 use crate::limits::{HUGE_PAGE_BYTES, PAGE_BYTES, SLAB_BYTES_MAX};
 
@@ -30,13 +30,21 @@ impl SlabPool {
     /// # Errors
     /// [`IoError::BadRequest`] for empty slabs, no slab, or slabs above [`SLAB_BYTES_MAX`]; [`IoError::Memory`].
     pub fn new(slab_bytes: usize, slabs: usize) -> Result<SlabPool, IoError> {
+        SlabPool::with_pages(slab_bytes, slabs, Pages::Auto)
+    }
+
+    /// As [`SlabPool::new`], on the pages asked for.
+    ///
+    /// # Errors
+    /// As [`SlabPool::new`], and [`IoError::Refused`] where reserved pages are asked for and too few are free.
+    pub fn with_pages(slab_bytes: usize, slabs: usize, pages: Pages) -> Result<SlabPool, IoError> {
         if slab_bytes == 0 || slab_bytes > SLAB_BYTES_MAX || slabs == 0 || slabs > u32::MAX as usize {
             let what = format!("{slabs} slabs of {slab_bytes} bytes; a slab has 1 to {SLAB_BYTES_MAX}");
             return Err(IoError::BadRequest { what });
         }
         let stride = SlabPool::stride_bytes(slab_bytes);
         let bytes = stride.checked_mul(slabs).ok_or(IoError::Memory { bytes: u64::MAX, errno: Errno(libc::ENOMEM) })?;
-        let arena = Arena::new(bytes)?;
+        let arena = Arena::with_pages(bytes, pages)?;
         // Popped from the end: the lowest index goes out first.
         let free = Mutex::new((0..slabs as u32).rev().collect());
         Ok(SlabPool { inner: Arc::new(PoolInner { arena, slab_bytes, stride, slabs, free }) })

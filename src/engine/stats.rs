@@ -298,7 +298,7 @@ impl Engine {
         let direct = (0..self.files.len() as u32).map(|file| match self.files.access(FileId(file)) {
             Access::Direct { .. } => Directness::Direct,
             Access::SilentlyBuffered { .. } => Directness::SilentlyBuffered,
-            Access::Buffered { .. } => Directness::Buffered,
+            Access::Buffered { .. } | Access::DontCache | Access::Mapped | Access::Dropped => Directness::Buffered,
         });
         // One file that is not read directly spoils the claim for all.
         let direct = direct.max_by_key(|access| *access as u8).unwrap_or_default();

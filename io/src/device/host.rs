@@ -30,6 +30,8 @@ pub(crate) struct State {
     pub stop: bool,
     /// The ring's thread is about to wait in the kernel, or does.
     pub asleep: bool,
+    /// Reader threads that wait for work.
+    pub idle: usize,
 }
 
 /// How to call the I/O threads' attention.
@@ -48,7 +50,7 @@ pub(crate) struct Hosted {
 impl Shared {
     pub fn new(schedule: Schedule) -> Arc<Shared> {
         Arc::new(Shared {
-            state: Mutex::new(State { schedule, dead: None, stop: false, asleep: false }),
+            state: Mutex::new(State { schedule, dead: None, stop: false, asleep: false, idle: 0 }),
             ready: Condvar::new(),
             work: Condvar::new(),
             epoch: Instant::now(),
@@ -203,8 +205,14 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
         let pool = SlabPool::new(4096, 4).unwrap();
-        let limits =
-            Limits { depth_bytes: 4096, chunk_bytes: 4096, whole_when_waiting: usize::MAX, calls: 4, reads: 4 };
+        let limits = Limits {
+            depth_bytes: 4096,
+            chunk_bytes: 4096,
+            whole_when_waiting: usize::MAX,
+            calls: 4,
+            reads: 4,
+            cap: None,
+        };
         let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
         let there = Arc::clone(&shared);
         let threads = vec![std::thread::spawn(move || thread(there))];

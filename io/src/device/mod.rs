@@ -1,6 +1,7 @@
 //! A device takes a read with the slab it goes to, and gives the slab back with the result.
 
 mod host;
+mod map;
 mod progress;
 mod ring;
 mod ring_setup;
@@ -13,11 +14,14 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::access::IoMode;
+use crate::arena::PageKind;
+use crate::device::schedule::RequestCap;
 use crate::error::IoError;
-use crate::file::FileSet;
+use crate::file::{FileId, FileSet};
 use crate::limits::{
     CHUNK_BYTES_MIN, DEPTH_BYTES_MIN, DEPTH_SLABS_MIN, QUEUE_READS, QUEUE_READS_MAX, READER_THREADS,
-    READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN,
+    READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN, SLAB_BYTES_MAX,
 };
 use crate::plan::Segments;
 use crate::pool::{Slab, SlabPool};
@@ -112,12 +116,20 @@ pub struct DeviceStats {
 /// What runs, and why not something better.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceReport {
-    /// `io_uring`, `threads` or `sim`.
+    /// `io_uring`, `threads`, `mmap` or `sim`.
     pub name: &'static str,
     /// One line with cause and remedy, where the first choice was not possible.
     pub fallback: Option<String>,
     /// Bytes of slabs registered with the kernel.
     pub registered_bytes: u64,
+    /// Whether the files are registered with the kernel.
+    pub registered_files: bool,
+    /// Whether a kernel thread polls for submissions.
+    pub sqpoll: bool,
+    /// Whether completions are polled for.
+    pub iopoll: bool,
+    /// Requests of the drive's queue that reads may take at a time; `None` where nothing caps them.
+    pub requests_max: Option<u64>,
     /// Further lines worth printing.
     pub notes: Vec<String>,
 }
@@ -162,33 +174,62 @@ pub enum DeviceKind {
     Uring,
     /// Reader threads; makes no io_uring call, so a filter that kills on one does no harm.
     Threads,
+    /// Threads that copy from a mapping of each file. Goes with [`IoMode::Mmap`] and nothing else.
+    Mmap,
+}
+
+impl DeviceKind {
+    /// Every kind, `Auto` first.
+    pub const ALL: [DeviceKind; 4] = [DeviceKind::Auto, DeviceKind::Uring, DeviceKind::Threads, DeviceKind::Mmap];
+
+    /// The name that is typed.
+    pub fn name(self) -> &'static str {
+        match self {
+            DeviceKind::Auto => "auto",
+            DeviceKind::Uring => "uring",
+            DeviceKind::Threads => "threads",
+            DeviceKind::Mmap => "mmap",
+        }
+    }
+}
+
+/// The mode to open files with and the device to open over them, for what was asked: either of `mmap` settles the
+/// other where that is left to choose.
+///
+/// # Errors
+/// [`IoError::Refused`] where one is `mmap` and the other is something else by name.
+pub fn settle(mode: IoMode, kind: DeviceKind) -> Result<(IoMode, DeviceKind), IoError> {
+    match (mode, kind) {
+        (IoMode::Auto | IoMode::Mmap, DeviceKind::Mmap) | (IoMode::Mmap, DeviceKind::Auto) => {
+            Ok((IoMode::Mmap, DeviceKind::Mmap))
+        }
+        (IoMode::Mmap, _) | (_, DeviceKind::Mmap) => {
+            let why = format!("the mode {mode} and the device {kind} exclude each other");
+            Err(IoError::Refused { what: "mmap", why })
+        }
+        other => Ok(other),
+    }
 }
 
 impl FromStr for DeviceKind {
     type Err = String;
 
     fn from_str(text: &str) -> Result<DeviceKind, String> {
-        match text {
-            "auto" => Ok(DeviceKind::Auto),
-            "uring" => Ok(DeviceKind::Uring),
-            "threads" => Ok(DeviceKind::Threads),
-            _ => Err(format!("unknown device '{text}': auto, uring or threads")),
-        }
+        let found = DeviceKind::ALL.into_iter().find(|kind| kind.name() == text);
+        found.ok_or_else(|| format!("unknown device '{text}': auto, uring, threads or mmap"))
     }
 }
 
 impl fmt::Display for DeviceKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            DeviceKind::Auto => "auto",
-            DeviceKind::Uring => "uring",
-            DeviceKind::Threads => "threads",
-        })
+        f.write_str(self.name())
     }
 }
 
 /// `depth_bytes` that stands for the larger of 64 MiB and four slabs.
 pub const DEPTH_AUTO: u64 = 0;
+/// `chunk_bytes` that reads each slab's segment in one request.
+pub const CHUNK_WHOLE: u32 = SLAB_BYTES_MAX as u32;
 
 /// How to open a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,16 +238,25 @@ pub struct DeviceConfig {
     pub kind: DeviceKind,
     /// Cap on bytes handed to the kernel at a time; [`DEPTH_AUTO`] for the default. One request always passes.
     pub depth_bytes: u64,
-    /// Reader threads of the thread device, 1 to 64.
+    /// Threads of the devices `threads` and `mmap`, 1 to 64.
     pub threads: usize,
     /// Most reads queued, in flight and not yet reaped together.
     pub queue: usize,
-    /// Largest single request, a multiple of 64 KiB; `None` lets the device choose.
+    /// Largest single request, a multiple of 64 KiB or [`CHUNK_WHOLE`]; `None` lets the device choose.
     pub chunk_bytes: Option<u32>,
     /// Submission entries of the ring, 2 to 32768.
     pub ring_entries: u32,
-    /// Whether to register the slabs with the kernel. Off is for comparison.
+    /// Whether to register the slabs with the ring. Off is for comparison.
     pub register: bool,
+    /// Whether to register the files with the ring. Off is for comparison.
+    pub register_files: bool,
+    /// Whether a kernel thread polls the ring's queue for submissions: it takes a core.
+    pub sqpoll: bool,
+    /// Whether the ring polls the drive for completions. Direct reads only, on a driver with poll queues.
+    pub iopoll: bool,
+    /// Whether to keep direct reads from filling the drive's queue, beyond which a submission sleeps. Where the block
+    /// device cannot be found there is no cap.
+    pub cap_requests: bool,
 }
 
 impl Default for DeviceConfig {
@@ -219,6 +269,10 @@ impl Default for DeviceConfig {
             chunk_bytes: None,
             ring_entries: RING_ENTRIES,
             register: true,
+            register_files: true,
+            sqpoll: false,
+            iopoll: false,
+            cap_requests: true,
         }
     }
 }
@@ -244,6 +298,35 @@ impl DeviceConfig {
         }
     }
 
+    /// Refuses the ring's switches where there will be none.
+    fn check_without_ring(&self, kind: DeviceKind, files: &FileSet) -> Result<(), IoError> {
+        let ringless = kind != DeviceKind::Auto || files.first_direct().is_none();
+        let asked = [("sqpoll", self.sqpoll), ("iopoll", self.iopoll)].into_iter().find(|(_, on)| *on);
+        match asked {
+            Some((what, _)) if ringless => {
+                let why = format!("the device is {kind}, the mode {}: no io_uring runs", files.mode());
+                Err(IoError::Refused { what, why })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Most requests of a drive's queue that direct reads may take, and the bytes of one. Of several drives the one
+    /// that bounds most; `None` where nothing is known or asked for.
+    fn request_cap(&self, files: &FileSet, pool: &SlabPool) -> Option<RequestCap> {
+        if !self.cap_requests {
+            return None;
+        }
+        let huge = pool.report().kind != PageKind::Small;
+        let direct = (0..files.len() as u32).map(FileId).filter(|file| files.source(*file).direct);
+        let caps = direct.filter_map(|file| files.block_queue(file)).map(|queue| RequestCap {
+            // Below the queue's size, so that the last one in does not sleep for its tag.
+            requests: u64::from(queue.nr_requests.saturating_sub(1)).max(1),
+            request_bytes: queue.request_bytes(huge),
+        });
+        caps.min_by_key(|cap| cap.requests * cap.request_bytes)
+    }
+
     /// Request size: as configured, else `default`, and never below what the files' alignment allows.
     fn chunk_for(&self, default: u32, files: &FileSet) -> u32 {
         self.chunk_bytes.unwrap_or(default).max(files.align())
@@ -261,11 +344,21 @@ impl DeviceConfig {
 ///
 /// # Errors
 /// [`IoError::BadRequest`] for a configuration out of range; [`IoError::RingRefused`] where [`DeviceKind::Uring`] was
-/// asked for and the kernel refuses; [`IoError::Start`] where threads cannot be had.
+/// asked for and the kernel refuses; [`IoError::Refused`] for a device that does not go with the files' mode, or a
+/// switch that does not go with the device; [`IoError::Start`] where threads cannot be had.
 pub fn open_device(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> Result<Box<dyn Device>, IoError> {
     cfg.check()?;
-    match cfg.kind {
+    let (mode, kind) = settle(files.mode(), cfg.kind)?;
+    if mode != files.mode() {
+        let why = format!("the files were opened with the mode {}", files.mode());
+        return Err(IoError::Refused { what: "mmap", why });
+    }
+    if kind != DeviceKind::Uring {
+        cfg.check_without_ring(kind, &files)?;
+    }
+    match kind {
         DeviceKind::Threads => threads::open(cfg, files, pool, None),
+        DeviceKind::Mmap => map::open(cfg, files, pool),
         DeviceKind::Uring => ring::open(cfg, files, pool),
         DeviceKind::Auto if files.first_direct().is_none() => {
             let why = "no file is read directly, and through the page cache reader threads are faster than io_uring; \
@@ -274,7 +367,7 @@ pub fn open_device(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> 
         }
         DeviceKind::Auto => match ring::open(cfg, Arc::clone(&files), pool) {
             Ok(device) => Ok(device),
-            Err(IoError::BadRequest { what }) => Err(IoError::BadRequest { what }),
+            Err(error @ (IoError::BadRequest { .. } | IoError::Refused { .. })) => Err(error),
             Err(error) => {
                 let hint = error.hint().map(|hint| format!("; {hint}")).unwrap_or_default();
                 threads::open(cfg, files, pool, Some(format!("{error}{hint}")))
@@ -361,12 +454,12 @@ mod tests {
 
     #[test]
     fn names_of_kinds_are_what_is_typed() {
-        for kind in [DeviceKind::Auto, DeviceKind::Uring, DeviceKind::Threads] {
+        for kind in DeviceKind::ALL {
             assert_eq!(kind.to_string().parse(), Ok(kind));
         }
-        for mode in [IoMode::Auto, IoMode::Direct, IoMode::Buffered] {
+        for mode in IoMode::ALL {
             assert_eq!(mode.to_string().parse(), Ok(mode));
         }
-        assert!("mmap".parse::<DeviceKind>().is_err() && "Direct".parse::<IoMode>().is_err());
+        assert!("direct".parse::<DeviceKind>().is_err() && "Direct".parse::<IoMode>().is_err());
     }
 }

@@ -3,16 +3,19 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
-use std::io::Read as _;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, mpsc};
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 
+use crate::access::{IoMode, drop_cached};
 use crate::arena::Arena;
 use crate::device::host::{Hosted, Shared, Waker};
-use crate::device::ring_setup::{Registered, event_fd, passing, refused, register, set_up};
-use crate::device::schedule::{Issue, Limits, Schedule};
+use crate::device::ring_setup::{
+    Registered, event_fd, passing, refused, register, register_files, registered_file, set_up, take_event,
+    wait_for_event,
+};
+use crate::device::schedule::{Issue, Limits, RequestCap, Schedule};
 use crate::device::{Device, DeviceConfig, DeviceReport};
 use crate::error::{Errno, ErrnoKind, IoError};
 use crate::file::{FileId, FileSet};
@@ -26,6 +29,12 @@ const PROBE: u64 = u64::MAX - 1;
 
 /// Probes io_uring and starts its thread.
 pub(crate) fn open(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> Result<Box<dyn Device>, IoError> {
+    if cfg.iopoll
+        && let Some(file) = (0..files.len() as u32).map(FileId).find(|file| !files.source(*file).direct)
+    {
+        let why = format!("{} is not read directly", files.path(file).display());
+        return Err(IoError::Refused { what: "iopoll", why });
+    }
     let event = event_fd()?;
     let waker = event.try_clone().map_err(|error| IoError::Start { what: "an eventfd", errno: Errno::of(&error) })?;
     let (tell_setup, setup) = mpsc::sync_channel(1);
@@ -56,15 +65,24 @@ pub(crate) fn open(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> 
             return Err(IoError::DeviceDied { cause: "the ring's thread ended during setup".to_owned() });
         }
     };
-    let limits = limits(cfg, &files, pool, &facts);
+    let cap = cfg.request_cap(&files, pool);
+    let limits = limits(cfg, &files, pool, &facts, cap);
     let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
-    let report =
-        DeviceReport { name: "io_uring", fallback: None, registered_bytes: facts.registered_bytes, notes: facts.notes };
+    let report = DeviceReport {
+        name: "io_uring",
+        fallback: None,
+        registered_bytes: facts.registered_bytes,
+        registered_files: facts.registered_files,
+        sqpoll: cfg.sqpoll,
+        iopoll: cfg.iopoll,
+        requests_max: cap.map(|cap| cap.requests),
+        notes: facts.notes,
+    };
     let _ = hand_over.send(Arc::clone(&shared));
     Ok(Box::new(Hosted::new(shared, Waker::Event(waker), vec![thread], report)))
 }
 
-fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts) -> Limits {
+fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts, cap: Option<RequestCap>) -> Limits {
     let whole_slab = (pool.slab_bytes() as u32).next_multiple_of(files.align());
     let default_chunk = if facts.registered_bytes > 0 { RING_CHUNK_BYTES } else { whole_slab };
     Limits {
@@ -74,6 +92,7 @@ fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts) -
         // One entry is the wake-up poll's: then neither queue can overflow.
         calls: facts.entries as usize - 1,
         reads: cfg.queue,
+        cap,
     }
 }
 
@@ -82,6 +101,7 @@ fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts) -
 struct Facts {
     entries: u32,
     registered_bytes: u64,
+    registered_files: bool,
     notes: Vec<String>,
 }
 
@@ -92,12 +112,18 @@ struct Driver {
     armed: bool,
     registered: Registered,
     results: Vec<(u64, i32)>,
+    /// Completions are polled for: such a ring takes nothing but reads, so the wake-up is waited for beside it.
+    iopoll: bool,
+    /// Of each read.
+    rw_flags: i32,
+    /// What each operation reads, where the page cache is to forget it afterwards; empty otherwise.
+    to_drop: Vec<(RawFd, u64)>,
     facts: Facts,
 }
 
 impl Driver {
     fn new(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, event: File) -> Result<Driver, IoError> {
-        let ring = set_up(cfg.ring_entries)?;
+        let ring = set_up(cfg)?;
         let mut facts = Facts { entries: ring.params().sq_entries(), ..Facts::default() };
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe).map_err(|error| refused("register_probe", Errno::of(&error)))?;
@@ -118,6 +144,9 @@ impl Driver {
             armed: false,
             registered: Registered::default(),
             results: Vec::new(),
+            iopoll: cfg.iopoll,
+            rw_flags: if files.mode() == IoMode::DontCache { libc::RWF_DONTCACHE } else { 0 },
+            to_drop: if files.mode() == IoMode::Drop { vec![(-1, 0); facts.entries as usize] } else { Vec::new() },
             facts: Facts::default(),
         };
         driver.results.reserve_exact(driver.ring.params().cq_entries() as usize);
@@ -126,6 +155,11 @@ impl Driver {
             let (registered, note) = register(&driver.ring, pool);
             driver.registered = registered;
             facts.notes.extend(note);
+        }
+        if cfg.register_files {
+            let outcome = register_files(&driver.ring, files);
+            facts.registered_files = outcome.is_ok();
+            facts.notes.extend(outcome.err().filter(|_| !files.is_empty()));
         }
         facts.registered_bytes = driver.registered.bytes as u64;
         driver.facts = facts;
@@ -156,7 +190,14 @@ impl Driver {
                 let errno = Errno(done.result().saturating_neg());
                 // Damage at the first byte is for the reader to report; the ring did its part.
                 let works = done.result() >= 0 || errno.kind() == ErrnoKind::Damaged;
-                return if works { Ok(()) } else { Err(refused("the first read", errno)) };
+                return match errno.kind() {
+                    _ if works => Ok(()),
+                    ErrnoKind::Unsupported if self.iopoll => {
+                        let why = format!("the first polled read was refused: {errno}");
+                        Err(IoError::Refused { what: "iopoll", why })
+                    }
+                    _ => Err(refused("the first read", errno)),
+                };
             }
         }
         Err(refused("waiting for the first read", Errno(libc::ETIME)))
@@ -189,15 +230,22 @@ impl Driver {
                 self.push_read(&issue)?;
             }
             let pause_ns = state.schedule.next_retry_ns().map(|at| at.saturating_sub(now_ns).max(1));
+            let nothing_out = state.schedule.calls_out() == 0;
             state.asleep = true;
             drop(state);
 
-            if !self.armed {
+            if !self.armed && !self.iopoll {
                 let poll = opcode::PollAdd::new(types::Fd(self.event.as_raw_fd()), libc::POLLIN as u32);
                 self.push(&poll.build().user_data(WAKE))?;
                 self.armed = true;
             }
-            match self.enter(pause_ns) {
+            let waited = match self.iopoll {
+                true if nothing_out => wait_for_event(&self.event, pause_ns),
+                // The kernel polls the drive until something completes; new reads wait for that.
+                true => self.enter(None),
+                false => self.enter(pause_ns),
+            };
+            match waited {
                 Ok(()) => fruitless = 0,
                 Err(errno) if passing(errno) && fruitless < ENTER_RETRIES_MAX => {
                     // EINTR and ETIME are ordinary; the others mean the kernel is short of something.
@@ -236,6 +284,14 @@ impl Driver {
         for done in self.ring.completion() {
             self.results.push((done.user_data(), done.result()));
         }
+        // Before the completion is told: what was asked to be dropped is gone when the reader has it.
+        for (user_data, result) in self.results.iter().copied() {
+            if let Some((fd, offset)) = usize::try_from(user_data).ok().and_then(|op| self.to_drop.get(op))
+                && let Ok(len @ 1..) = u32::try_from(result)
+            {
+                drop_cached(*fd, *offset, len);
+            }
+        }
         let mut state = shared.lock();
         state.asleep = false;
         if self.results.is_empty() {
@@ -245,9 +301,7 @@ impl Driver {
         for (user_data, result) in self.results.iter().copied() {
             if user_data == WAKE {
                 self.armed = false;
-                let mut count = [0u8; 8];
-                // Empty where a spurious wake-up took the count before.
-                let _ = (&self.event).read(&mut count);
+                take_event(&self.event);
                 if result < 0 && !passing(Errno(-result)) {
                     return Err(format!("polling the eventfd failed: {}", Errno(-result)));
                 }
@@ -263,15 +317,24 @@ impl Driver {
     }
 
     fn push_read(&mut self, issue: &Issue) -> Result<(), String> {
-        let fd = types::Fd(issue.fd);
+        let Issue { op, file, offset, len, .. } = *issue;
         let address = issue.address.as_ptr();
-        let entry = match self.registered.index_of(address as usize, issue.len as usize) {
-            Some(index) => opcode::ReadFixed::new(fd, address, issue.len, index).offset(issue.offset).build(),
-            None => opcode::Read::new(fd, address, issue.len).offset(issue.offset).build(),
-        };
         // A buffered read may sleep in the submission: hand it to a kernel worker at once.
-        let flags = if issue.direct { squeue::Flags::empty() } else { squeue::Flags::ASYNC };
-        self.push(&entry.flags(flags).user_data(u64::from(issue.op)))
+        let mut flags = if issue.direct { squeue::Flags::empty() } else { squeue::Flags::ASYNC };
+        let mut fd = types::Fd(issue.fd);
+        if self.facts.registered_files {
+            flags |= squeue::Flags::FIXED_FILE;
+            fd = types::Fd(registered_file(file, issue.direct));
+        }
+        let rw_flags = self.rw_flags;
+        let entry = match self.registered.index_of(address as usize, len as usize) {
+            Some(index) => opcode::ReadFixed::new(fd, address, len, index).offset(offset).rw_flags(rw_flags).build(),
+            None => opcode::Read::new(fd, address, len).offset(offset).rw_flags(rw_flags).build(),
+        };
+        if let Some(place) = self.to_drop.get_mut(op as usize) {
+            *place = (issue.fd, offset);
+        }
+        self.push(&entry.flags(flags).user_data(u64::from(op)))
     }
 
     fn push(&mut self, entry: &squeue::Entry) -> Result<(), String> {

@@ -2,12 +2,15 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
-use std::os::fd::FromRawFd;
+use std::io::Read;
+use std::os::fd::{AsRawFd, FromRawFd};
 
 use io_uring::IoUring;
 
+use crate::device::DeviceConfig;
 use crate::error::{Errno, ErrnoKind, IoError};
-use crate::limits::SLAB_BYTES_MAX;
+use crate::file::{FileId, FileSet};
+use crate::limits::{SLAB_BYTES_MAX, SQPOLL_IDLE_MS};
 use crate::pool::SlabPool;
 
 /// The part of the arena the kernel has pinned, as a table of equal pieces.
@@ -40,14 +43,24 @@ impl Registered {
 }
 
 /// Makes the ring with the newest flags the kernel takes: completions then never interrupt another thread.
-pub(crate) fn set_up(entries: u32) -> Result<IoUring, IoError> {
+pub(crate) fn set_up(cfg: &DeviceConfig) -> Result<IoUring, IoError> {
     let mut newest = IoUring::builder();
-    newest.setup_single_issuer().setup_defer_taskrun();
+    newest.setup_single_issuer();
     let mut middle = IoUring::builder();
-    middle.setup_coop_taskrun();
+    // A kernel thread that submits excludes the ways in which this one would run completions.
+    if !cfg.sqpoll {
+        newest.setup_defer_taskrun();
+        middle.setup_coop_taskrun();
+    }
     let mut errno = Errno(libc::EINVAL);
     for builder in [&mut newest, &mut middle, &mut IoUring::builder()] {
-        match builder.dontfork().build(entries) {
+        if cfg.sqpoll {
+            builder.setup_sqpoll(SQPOLL_IDLE_MS);
+        }
+        if cfg.iopoll {
+            builder.setup_iopoll();
+        }
+        match builder.dontfork().build(cfg.ring_entries) {
             Ok(ring) => return Ok(ring),
             Err(error) => errno = Errno::of(&error),
         }
@@ -56,6 +69,40 @@ pub(crate) fn set_up(entries: u32) -> Result<IoUring, IoError> {
         }
     }
     Err(refused("io_uring_setup", errno))
+}
+
+/// Waits until the eventfd has a count or the pause is over, and takes the count.
+pub(crate) fn wait_for_event(event: &File, pause_ns: Option<u64>) -> Result<(), Errno> {
+    let mut poll = libc::pollfd { fd: event.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // Rounded up, so that a pause is over when the wait is.
+    let pause_ms = pause_ns.map_or(-1, |ns| i32::try_from(ns.div_ceil(1_000_000)).unwrap_or(i32::MAX));
+    // SAFETY: `poll` is one valid entry that outlives the call.
+    let rc = unsafe { libc::poll(&raw mut poll, 1, pause_ms) };
+    if rc < 0 {
+        return Err(Errno::last());
+    }
+    take_event(event);
+    Ok(())
+}
+
+/// Resets the eventfd. Its count may be 0 after a spurious wake-up.
+pub(crate) fn take_event(mut event: &File) {
+    let mut count = [0u8; 8];
+    let _ = event.read(&mut count);
+}
+
+/// Registers the files, in the order of [`FileSet::descriptors`]; one line where that is not possible.
+pub(crate) fn register_files(ring: &IoUring, files: &FileSet) -> Result<(), String> {
+    if files.is_empty() {
+        return Err("there is no file to register".to_owned());
+    }
+    let registered = ring.submitter().register_files(&files.descriptors());
+    registered.map_err(|error| format!("the files are not registered ({}): no loss to speak of", Errno::of(&error)))
+}
+
+/// Position of a descriptor among the registered ones.
+pub(crate) fn registered_file(file: FileId, direct: bool) -> i32 {
+    (file.0 * 2 + u32::from(direct)).cast_signed()
 }
 
 /// Pins the arena, or as many whole slabs as the limit on locked memory allows, and one line where that is not all.

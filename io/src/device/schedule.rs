@@ -28,6 +28,21 @@ pub(crate) struct Limits {
     pub calls: usize,
     /// Reads admitted and not yet taken as completions.
     pub reads: usize,
+    /// Bound by the drive's queue, where it is known.
+    pub cap: Option<RequestCap>,
+}
+
+/// How many requests of a drive's queue may be taken, and the bytes of one: a longer call takes several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RequestCap {
+    pub requests: u64,
+    pub request_bytes: u64,
+}
+
+impl RequestCap {
+    fn taken_by(self, len: u32) -> u64 {
+        u64::from(len).div_ceil(self.request_bytes)
+    }
 }
 
 /// A call to make: read `len` bytes at `offset` of `fd` to `address`, then report the result for `op`.
@@ -62,6 +77,8 @@ pub(crate) struct Schedule {
     again: Vec<u32>,
     ready: VecDeque<Completion>,
     bytes_out: u64,
+    /// Requests of the drive's queue, where they are capped.
+    requests_out: u64,
     calls_out: usize,
     active: usize,
     started: usize,
@@ -120,6 +137,7 @@ impl Schedule {
             again: Vec::with_capacity(calls),
             ready: VecDeque::with_capacity(reads),
             bytes_out: 0,
+            requests_out: 0,
             calls_out: 0,
             active: 0,
             started: 0,
@@ -206,6 +224,7 @@ impl Schedule {
     pub fn complete(&mut self, op: u32, result: i32, now_ns: u64) {
         let record = &mut self.ops[op as usize];
         self.bytes_out -= u64::from(record.call.len);
+        self.requests_out -= self.limits.cap.map_or(0, |cap| cap.taken_by(record.call.len));
         self.calls_out -= 1;
         let step = record.chunk.advance(record.call, result);
         let (slot, chunk, segment) = (record.slot, record.chunk, record.segment);
@@ -366,7 +385,8 @@ impl Schedule {
             Priority::Demand => self.limits.depth_bytes,
             Priority::Lookahead => self.limits.depth_bytes / 4 * 3,
         };
-        self.calls_out == 0 || self.bytes_out + u64::from(len) <= depth
+        let queue = |cap: RequestCap| self.requests_out + cap.taken_by(len) <= cap.requests;
+        self.calls_out == 0 || (self.bytes_out + u64::from(len) <= depth && self.limits.cap.is_none_or(queue))
     }
 
     fn issue(&mut self, op: u32) -> Issue {
@@ -377,6 +397,7 @@ impl Schedule {
         let call = chunk.call(source.direct, align);
         record.call = call;
         self.bytes_out += u64::from(call.len);
+        self.requests_out += self.limits.cap.map_or(0, |cap| cap.taken_by(call.len));
         self.calls_out += 1;
         let slab = self.slots[record.slot as usize].as_ref().map(|active| &active.slab);
         let Some(slab) = slab else { unreachable!("operation {op} belongs to no read") };
@@ -518,7 +539,7 @@ mod tests {
         let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
         let pool = SlabPool::new(SLAB as usize, 8).unwrap();
         let whole_when_waiting = usize::MAX;
-        let limits = Limits { depth_bytes, chunk_bytes: CHUNK, whole_when_waiting, calls, reads: 8 };
+        let limits = Limits { depth_bytes, chunk_bytes: CHUNK, whole_when_waiting, calls, reads: 8, cap: None };
         (Schedule::new(files, pool.clone(), limits), pool, file)
     }
 

@@ -121,6 +121,7 @@ pub fn sim_device(cfg: &SimConfig, files: Arc<FileSet>, pool: &SlabPool) -> Resu
         whole_when_waiting: usize::MAX,
         calls: cfg.calls,
         reads: cfg.queue,
+        cap: None,
     };
     Ok(Box::new(Sim {
         schedule: Schedule::new(Arc::clone(&files), pool.clone(), limits),

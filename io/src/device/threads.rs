@@ -1,9 +1,11 @@
-//! Reader threads: `pread` into the slabs, same contract as the ring, no call that a container would refuse.
+//! Threads that make the calls of a schedule: `pread` into the slabs, same contract as the ring, no call that a
+//! container would refuse. The device that copies from mappings brings its own way to make a call.
 #![allow(unsafe_code)]
 
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use crate::access::{IoMode, drop_cached};
 use crate::device::host::{Hosted, Shared, Waker};
 use crate::device::schedule::{Issue, Limits, Schedule};
 use crate::device::{Device, DeviceConfig, DeviceReport};
@@ -12,6 +14,18 @@ use crate::file::FileSet;
 use crate::limits::THREAD_CHUNK_BYTES;
 use crate::pool::SlabPool;
 
+/// How the threads of a device read.
+pub(crate) trait Calls: Send + Sync + 'static {
+    /// Whether `prepare` does anything.
+    const PREPARES: bool;
+
+    /// Gets a call under way that this thread will make after the one it has.
+    fn prepare(&self, issue: &Issue);
+
+    /// Makes the call: bytes, or a negative errno.
+    fn make(&self, issue: &Issue) -> i32;
+}
+
 /// Starts the readers. `fallback` is why they were not the first choice.
 pub(crate) fn open(
     cfg: &DeviceConfig,
@@ -19,22 +33,48 @@ pub(crate) fn open(
     pool: &SlabPool,
     fallback: Option<String>,
 ) -> Result<Box<dyn Device>, IoError> {
-    let limits = Limits {
+    let cap = cfg.request_cap(&files, pool);
+    let calls = Preads {
+        flags: if files.mode() == IoMode::DontCache { libc::RWF_DONTCACHE } else { 0 },
+        drop_after: files.mode() == IoMode::Drop,
+    };
+    let report = DeviceReport {
+        name: "threads",
+        fallback,
+        requests_max: cap.map(|cap| cap.requests),
+        ..DeviceReport::default()
+    };
+    let limits = Limits { cap, ..limits(cfg, &files, pool) };
+    start(cfg, Schedule::new(files, pool.clone(), limits), report, calls)
+}
+
+/// Bounds of a schedule whose calls are made by `cfg.threads` threads.
+pub(crate) fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool) -> Limits {
+    Limits {
         depth_bytes: cfg.depth_for(pool.slab_bytes()),
-        chunk_bytes: cfg.chunk_for(THREAD_CHUNK_BYTES, &files),
+        chunk_bytes: cfg.chunk_for(THREAD_CHUNK_BYTES, files),
         whole_when_waiting: if cfg.chunk_bytes.is_none() { cfg.threads - 1 } else { usize::MAX },
         // A request that waits to be repeated keeps its operation, which must not stop a thread that is idle.
         calls: cfg.threads * 4,
         reads: cfg.queue,
-    };
-    let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
-    let report = DeviceReport { name: "threads", fallback, ..DeviceReport::default() };
+        cap: None,
+    }
+}
+
+/// Starts `cfg.threads` threads over `schedule`.
+pub(crate) fn start(
+    cfg: &DeviceConfig,
+    schedule: Schedule,
+    report: DeviceReport,
+    calls: impl Calls,
+) -> Result<Box<dyn Device>, IoError> {
+    let (shared, calls) = (Shared::new(schedule), Arc::new(calls));
     let mut hosted = Hosted::new(Arc::clone(&shared), Waker::Condvar, Vec::with_capacity(cfg.threads), report);
     for index in 0..cfg.threads {
-        let shared = Arc::clone(&shared);
+        let (shared, calls) = (Arc::clone(&shared), Arc::clone(&calls));
         let thread = std::thread::Builder::new().name(format!("read-{index}")).spawn(move || {
             let guard = DeathWatch(&shared);
-            serve(&shared);
+            serve(&shared, &*calls);
             std::mem::forget(guard);
         });
         // On an error `hosted` is dropped, which stops and joins the threads already running.
@@ -45,26 +85,41 @@ pub(crate) fn open(
 }
 
 /// One reader: takes a call, makes it, reports it, until the device stops.
-fn serve(shared: &Shared) {
+fn serve<C: Calls>(shared: &Shared, calls: &C) {
+    // A call that is this thread's already, prepared and not made.
+    let mut ahead: Option<Issue> = None;
     let mut state = shared.lock();
     loop {
+        let now_ns = shared.now_ns();
         if state.stop {
+            if let Some(issue) = ahead {
+                // Nothing was read for it: to the schedule that is an interrupted call, which it drops when stopping.
+                state.schedule.complete(issue.op, -libc::EINTR, now_ns);
+            }
             return;
         }
-        let now_ns = shared.now_ns();
-        let Some(issue) = state.schedule.next(now_ns) else {
+        let Some(issue) = ahead.take().or_else(|| state.schedule.next(now_ns)) else {
             let pause = state.schedule.next_retry_ns().map(|at| Duration::from_nanos(at.saturating_sub(now_ns).max(1)));
+            state.idle += 1;
             state = match pause {
                 Some(pause) => shared.work.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0,
                 None => shared.work.wait(state).unwrap_or_else(PoisonError::into_inner),
             };
+            state.idle -= 1;
             continue;
         };
+        // A call taken ahead is lost to the other threads, so only where none of them has nothing to do.
+        if C::PREPARES && state.idle == 0 {
+            ahead = state.schedule.next(now_ns);
+        }
         if state.schedule.has_work() {
             shared.work.notify_one();
         }
         drop(state);
-        let result = read(&issue);
+        if let Some(next) = &ahead {
+            calls.prepare(next);
+        }
+        let result = calls.make(&issue);
         state = shared.lock();
         let now_ns = shared.now_ns();
         state.schedule.complete(issue.op, result, now_ns);
@@ -74,15 +129,38 @@ fn serve(shared: &Shared) {
     }
 }
 
-/// One `pread`: bytes, or a negative errno.
-fn read(issue: &Issue) -> i32 {
-    // SAFETY: `Schedule` keeps the slab that holds `address..address + len` in the slot of this operation until
-    // `complete` is called for it, so the memory is mapped and nobody else reads or writes it during the call.
-    let count =
-        unsafe { libc::pread(issue.fd, issue.address.as_ptr().cast(), issue.len as usize, issue.offset.cast_signed()) };
-    match i32::try_from(count) {
-        Ok(count) if count >= 0 => count,
-        _ => -Errno::last().0,
+/// System calls that read, in the mode of the files.
+struct Preads {
+    /// Of `preadv2`.
+    flags: i32,
+    /// Whether the page cache is to forget what a call has copied.
+    drop_after: bool,
+}
+
+impl Calls for Preads {
+    const PREPARES: bool = false;
+
+    fn prepare(&self, _: &Issue) {}
+
+    fn make(&self, issue: &Issue) -> i32 {
+        let place = libc::iovec { iov_base: issue.address.as_ptr().cast(), iov_len: issue.len as usize };
+        let offset = issue.offset.cast_signed();
+        let count = if self.flags == 0 {
+            // SAFETY: `Schedule` keeps the slab that holds `address..address + len` in the slot of this operation until
+            // `complete` is called for it, so the memory is mapped and nobody else reads or writes it during the call.
+            unsafe { libc::pread(issue.fd, place.iov_base, place.iov_len, offset) }
+        } else {
+            // SAFETY: as above; `place` outlives the call.
+            unsafe { libc::preadv2(issue.fd, &raw const place, 1, offset, self.flags) }
+        };
+        let result = match i32::try_from(count) {
+            Ok(count) if count >= 0 => count,
+            _ => -Errno::last().0,
+        };
+        if self.drop_after && result > 0 {
+            drop_cached(issue.fd, issue.offset, result.cast_unsigned());
+        }
+        result
     }
 }
 

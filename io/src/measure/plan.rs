@@ -3,8 +3,9 @@
 use std::fmt;
 
 use crate::access::IoMode;
-use crate::device::{DEPTH_AUTO, DeviceConfig, DeviceKind};
-use crate::limits::{CHUNK_BYTES_MIN, READER_THREADS, READER_THREADS_MAX};
+use crate::arena::Pages;
+use crate::device::{CHUNK_WHOLE, DEPTH_AUTO, DeviceConfig, DeviceKind};
+use crate::limits::{READER_THREADS, READER_THREADS_MAX};
 
 /// Size of a single request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,21 +40,35 @@ pub struct Candidate {
     pub depth: u32,
     /// Size of a request.
     pub chunk: ChunkSize,
+    /// Pages of the slabs.
+    pub pages: Pages,
     /// Whether slabs are registered with the kernel.
     pub register: bool,
+    /// Whether a kernel thread polls for submissions.
+    pub sqpoll: bool,
+    /// Whether completions are polled for.
+    pub iopoll: bool,
 }
 
 impl Candidate {
     /// The ring, directly, as `run` uses it.
-    const RING: Candidate =
-        Candidate { device: DeviceKind::Uring, mode: IoMode::Direct, depth: 4, chunk: ChunkSize::Auto, register: true };
+    pub const RING: Candidate = Candidate {
+        device: DeviceKind::Uring,
+        mode: IoMode::Direct,
+        depth: 4,
+        chunk: ChunkSize::Auto,
+        pages: Pages::Auto,
+        register: true,
+        sqpoll: false,
+        iopoll: false,
+    };
     /// Reader threads, directly.
-    const THREADS: Candidate = Candidate { device: DeviceKind::Threads, register: false, ..Candidate::RING };
+    pub const THREADS: Candidate = Candidate { device: DeviceKind::Threads, register: false, ..Candidate::RING };
 
     /// Reader threads this candidate runs; 0 where it has none.
     pub fn threads(&self) -> usize {
         match self.device {
-            DeviceKind::Threads => (self.depth as usize).clamp(READER_THREADS, READER_THREADS_MAX),
+            DeviceKind::Threads | DeviceKind::Mmap => (self.depth as usize).clamp(READER_THREADS, READER_THREADS_MAX),
             _ => 0,
         }
     }
@@ -62,7 +77,7 @@ impl Candidate {
     pub fn config(&self, slab_bytes: u64) -> DeviceConfig {
         let chunk_bytes = match self.chunk {
             ChunkSize::Auto => None,
-            ChunkSize::Whole => u32::try_from(slab_bytes.next_multiple_of(u64::from(CHUNK_BYTES_MIN))).ok(),
+            ChunkSize::Whole => Some(CHUNK_WHOLE),
             ChunkSize::Bytes(bytes) => Some(bytes),
         };
         DeviceConfig {
@@ -71,6 +86,8 @@ impl Candidate {
             threads: self.threads().max(1),
             chunk_bytes,
             register: self.register,
+            sqpoll: self.sqpoll,
+            iopoll: self.iopoll,
             ..DeviceConfig::default()
         }
     }
@@ -84,7 +101,15 @@ impl Candidate {
 impl fmt::Display for Candidate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} depth {} chunk {}", self.device, self.mode, self.depth, self.chunk)?;
-        if self.device == DeviceKind::Uring && !self.register { f.write_str(" unregistered") } else { Ok(()) }
+        if self.pages != Pages::Auto {
+            write!(f, " pages {}", self.pages)?;
+        }
+        let switches = [
+            (self.device == DeviceKind::Uring && !self.register, " unregistered"),
+            (self.sqpoll, " sqpoll"),
+            (self.iopoll, " iopoll"),
+        ];
+        switches.into_iter().filter(|(on, _)| *on).try_for_each(|(_, name)| f.write_str(name))
     }
 }
 
@@ -126,6 +151,21 @@ impl Sweep {
         if self == Sweep::Full {
             all.push(Candidate { chunk: ChunkSize::Whole, ..threads });
             all.push(Candidate { mode: IoMode::Buffered, ..ring });
+            all.push(Candidate { mode: IoMode::DontCache, ..threads });
+            all.push(Candidate { mode: IoMode::DontCache, ..ring });
+            all.push(Candidate { mode: IoMode::Drop, ..threads });
+            all.extend([1, 4].map(|depth| Candidate {
+                depth,
+                device: DeviceKind::Mmap,
+                mode: IoMode::Mmap,
+                ..threads
+            }));
+            all.push(Candidate { pages: Pages::HugeTlb, ..ring });
+            all.push(Candidate { pages: Pages::Off, ..ring });
+            all.push(Candidate { pages: Pages::Off, register: false, ..ring });
+            all.push(Candidate { pages: Pages::Off, ..threads });
+            all.push(Candidate { sqpoll: true, ..ring });
+            all.push(Candidate { iopoll: true, ..ring });
         }
         let says_something = |candidate: &Candidate| match candidate.chunk {
             ChunkSize::Bytes(bytes) => u64::from(bytes) < slab_bytes,

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 
 use crate::access::IoMode;
-use crate::arena::ArenaReport;
-use crate::device::{Device, Priority, Read, Wait, open_device};
-use crate::error::IoError;
+use crate::arena::{PageKind, Pages};
+use crate::device::{Device, DeviceReport, Priority, Read, RejectReason, Wait, open_device};
+use crate::error::{Errno, IoError};
 use crate::file::{FileId, FileSet};
-use crate::measure::disk::BlockDevice;
+use crate::measure::disk::{BlockDevice, DiskCounters};
 use crate::measure::host;
 use crate::measure::plan::{Candidate, Walk};
 use crate::measure::summary::{Round, is_cached};
@@ -40,7 +40,9 @@ pub struct Target {
     watched: Vec<File>,
     places: Vec<FileSpan>,
     slab_bytes: u64,
-    pool: SlabPool,
+    slabs: usize,
+    /// One pool a kind of pages, made when first needed.
+    pools: Vec<(Pages, SlabPool)>,
     disk: Option<BlockDevice>,
     root: PathBuf,
     /// One set a mode, opened when first needed.
@@ -72,16 +74,22 @@ impl Target {
             return Err(IoError::BadRequest { what: format!("no file holds a slab of {slab_bytes} bytes") });
         }
         let watched = paths.iter().map(|path| {
-            File::open(path).map_err(|error| IoError::Open {
-                path: Arc::from(path.as_path()),
-                errno: crate::error::Errno::of(&error),
-            })
+            File::open(path)
+                .map_err(|error| IoError::Open { path: Arc::from(path.as_path()), errno: Errno::of(&error) })
         });
         let watched = watched.collect::<Result<Vec<_>, _>>()?;
-        let pool = SlabPool::new(slab_bytes as usize, slabs)?;
-        let disk = one_disk(paths, root);
-        let opened = vec![(IoMode::Auto, files)];
-        Ok(Target { paths: paths.to_vec(), watched, places, slab_bytes, pool, disk, root: root.to_owned(), opened })
+        let pools = vec![(Pages::Auto, SlabPool::new(slab_bytes as usize, slabs)?)];
+        Ok(Target {
+            paths: paths.to_vec(),
+            watched,
+            places,
+            slab_bytes,
+            slabs,
+            pools,
+            disk: one_disk(paths, root),
+            root: root.to_owned(),
+            opened: vec![(IoMode::Auto, files)],
+        })
     }
 
     /// Bytes of a slab.
@@ -94,9 +102,17 @@ impl Target {
         self.places.len()
     }
 
-    /// Pages of the slabs.
-    pub fn arena(&self) -> ArenaReport {
-        self.pool.report()
+    /// The slabs on pages of this kind.
+    ///
+    /// # Errors
+    /// Those of taking the memory; [`IoError::Refused`] where reserved pages are asked for and too few are free.
+    pub fn pool(&mut self, pages: Pages) -> Result<SlabPool, IoError> {
+        if let Some((_, pool)) = self.pools.iter().find(|(known, _)| *known == pages) {
+            return Ok(pool.clone());
+        }
+        let pool = SlabPool::with_pages(self.slab_bytes as usize, self.slabs, pages)?;
+        self.pools.push((pages, pool.clone()));
+        Ok(pool)
     }
 
     /// The device all files are on, if it is one.
@@ -126,14 +142,14 @@ impl Target {
     ///
     /// # Errors
     /// Why it cannot be had.
-    pub fn probe(&mut self, candidate: &Candidate) -> Result<crate::device::DeviceReport, IoError> {
-        let files = self.files(candidate.mode)?;
-        let device = open_device(&candidate.config(self.slab_bytes), files, &self.pool)?;
+    pub fn probe(&mut self, candidate: &Candidate) -> Result<DeviceReport, IoError> {
+        let (files, pool) = (self.files(candidate.mode)?, self.pool(candidate.pages)?);
+        let device = open_device(&candidate.config(self.slab_bytes), files, &pool)?;
         Ok(device.describe().clone())
     }
 
     /// Measures for about `seconds`. Through the page cache, every place is read once at most between two drops of the
-    /// files' pages; dropping them is not timed.
+    /// files' pages; opening the device and dropping pages is not timed.
     ///
     /// # Errors
     /// Those of opening the device, and of any read.
@@ -144,32 +160,33 @@ impl Target {
         seed: u64,
         go_on: &mut dyn FnMut() -> bool,
     ) -> Result<Outcome, IoError> {
-        let files = self.files(candidate.mode)?;
-        let mut device = open_device(&candidate.config(self.slab_bytes), Arc::clone(&files), &self.pool)?;
-        let mut round = Round {
-            seconds: 0.0,
-            bytes: 0,
-            disk_bytes: None,
-            disk_requests: None,
-            cpu_seconds: 0.0,
-            service: histogram()?,
-            submit: histogram()?,
-            cached: false,
-            registered_bytes: device.describe().registered_bytes,
-        };
-        let mut walk = Walk::new(self.places.len(), seed);
+        let (files, pool) = (self.files(candidate.mode)?, self.pool(candidate.pages)?);
+        let config = candidate.config(self.slab_bytes);
         let page_cache = candidate.uses_page_cache();
+        let mut round = Round::new(pool.report().kind)?;
+        let mut walk = Walk::new(self.places.len(), seed);
+        let mut device = None;
         while round.seconds < seconds {
             // Passes over a small file are shorter than the pause between two questions.
             if !go_on() {
                 return Ok(Outcome::Stopped);
             }
+            // A device that maps the files keeps their pages in memory as long as it lives.
+            if page_cache {
+                device = None;
+            }
             let resident = if page_cache { self.forget() } else { None };
+            let device = match &mut device {
+                Some(device) => device,
+                none => none.insert(open_device(&config, Arc::clone(&files), &pool)?),
+            };
+            round.registered_bytes = device.describe().registered_bytes;
             let reads_max = if page_cache { walk.left() } else { usize::MAX };
             let (before, cpu, start) = (self.counters(), host::cpu_seconds(), Instant::now());
-            let until = start + Duration::from_secs_f64((seconds - round.seconds).max(0.0));
-            let mut pass = Pass { candidate, files: &files, walk: &mut walk, round: &mut round, bytes: 0 };
-            if !pass.run(self, &mut *device, until, reads_max, go_on)? {
+            let until = start + Duration::from_secs_f64(seconds - round.seconds);
+            let mut pass =
+                Pass { depth: candidate.depth, target: self, files: &files, pool: &pool, round: &mut round, bytes: 0 };
+            if !pass.run(&mut **device, &mut walk, until, reads_max, go_on)? {
                 return Ok(Outcome::Stopped);
             }
             let bytes = pass.bytes;
@@ -189,7 +206,7 @@ impl Target {
         Ok(Outcome::Done(Box::new(round)))
     }
 
-    fn counters(&self) -> Option<crate::measure::disk::DiskCounters> {
+    fn counters(&self) -> Option<DiskCounters> {
         self.disk.as_ref()?.counters(&self.root)
     }
 
@@ -203,9 +220,10 @@ impl Target {
 
 /// Reads between two looks at the clock and the counters.
 struct Pass<'a> {
-    candidate: &'a Candidate,
+    depth: u32,
+    target: &'a Target,
     files: &'a FileSet,
-    walk: &'a mut Walk,
+    pool: &'a SlabPool,
     round: &'a mut Round,
     bytes: u64,
 }
@@ -215,8 +233,8 @@ impl Pass<'_> {
     /// said no; what is in flight is the device's to wait for.
     fn run(
         &mut self,
-        target: &Target,
         device: &mut dyn Device,
+        walk: &mut Walk,
         until: Instant,
         reads_max: usize,
         go_on: &mut dyn FnMut() -> bool,
@@ -225,17 +243,17 @@ impl Pass<'_> {
         loop {
             // One read at least, however short the time.
             while submitted < reads_max
-                && device.in_flight() < self.candidate.depth as usize
+                && device.in_flight() < self.depth as usize
                 && (submitted == 0 || Instant::now() < until)
             {
-                let Some(place) = self.walk.next() else { break };
-                self.submit(target, device, place)?;
+                let Some(place) = walk.next() else { break };
+                self.submit(device, place)?;
                 submitted += 1;
             }
             let done = device.reap(Wait::AtMost(ASK))?;
             if let Some(done) = done {
                 done.result?;
-                self.bytes += target.slab_bytes;
+                self.bytes += self.target.slab_bytes;
                 let nanoseconds = u64::try_from(done.service.as_nanos()).unwrap_or(u64::MAX);
                 self.round.service.saturating_record(nanoseconds);
                 answered = Instant::now();
@@ -254,25 +272,41 @@ impl Pass<'_> {
         }
     }
 
-    fn submit(&mut self, target: &Target, device: &mut dyn Device, place: usize) -> Result<(), IoError> {
-        let plan = layout(&[target.places[place]], self.files)?;
-        let slab = target.pool.take().ok_or_else(|| IoError::BadRequest {
-            what: format!("{} slabs in flight of a pool of {}", self.candidate.depth, target.pool.slabs()),
+    fn submit(&mut self, device: &mut dyn Device, place: usize) -> Result<(), IoError> {
+        let plan = layout(&[self.target.places[place]], self.files)?;
+        let slab = self.pool.take().ok_or_else(|| IoError::BadRequest {
+            what: format!("{} slabs in flight of a pool of {}", self.depth, self.pool.slabs()),
         })?;
         let read = Read { tag: place as u64, priority: Priority::Demand, segments: plan.segments };
         let start = Instant::now();
         let outcome = device.submit(read, slab);
         self.round.submit.saturating_record(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
         outcome.map_err(|rejected| match rejected.why {
-            crate::device::RejectReason::Full => IoError::BadRequest { what: "the device's queue is full".to_owned() },
-            crate::device::RejectReason::Dead(error) | crate::device::RejectReason::Bad(error) => error,
+            RejectReason::Full => IoError::BadRequest { what: "the device's queue is full".to_owned() },
+            RejectReason::Dead(error) | RejectReason::Bad(error) => error,
         })
     }
 }
 
-fn histogram() -> Result<Histogram<u64>, IoError> {
-    // Three digits over ten minutes in nanoseconds.
-    Histogram::new_with_bounds(1, 600_000_000_000, 3).map_err(|error| IoError::BadRequest { what: error.to_string() })
+impl Round {
+    /// A round that has measured nothing.
+    fn new(pages: PageKind) -> Result<Round, IoError> {
+        // Three digits over ten minutes in nanoseconds.
+        let histogram = Histogram::new_with_bounds(1, 600_000_000_000, 3);
+        let histogram = histogram.map_err(|error| IoError::BadRequest { what: error.to_string() })?;
+        Ok(Round {
+            seconds: 0.0,
+            bytes: 0,
+            disk_bytes: None,
+            disk_requests: None,
+            cpu_seconds: 0.0,
+            service: histogram.clone(),
+            submit: histogram,
+            cached: false,
+            registered_bytes: 0,
+            pages,
+        })
+    }
 }
 
 fn one_disk(paths: &[PathBuf], root: &Path) -> Option<BlockDevice> {
@@ -284,8 +318,7 @@ fn one_disk(paths: &[PathBuf], root: &Path) -> Option<BlockDevice> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::DeviceKind;
-    use crate::measure::plan::{ChunkSize, Sweep};
+    use crate::measure::plan::Sweep;
     use crate::measure::scratch::Scratch;
 
     const SLAB: u64 = 256 << 10;
@@ -305,7 +338,9 @@ mod tests {
             let mut round = match target.round(&candidate, 0.02, 7, &mut || true) {
                 Ok(Outcome::Done(round)) => round,
                 Ok(Outcome::Stopped) => panic!("stopped"),
-                Err(error @ (IoError::RingRefused { .. } | IoError::DirectRefused { .. })) => {
+                Err(
+                    error @ (IoError::RingRefused { .. } | IoError::DirectRefused { .. } | IoError::Refused { .. }),
+                ) => {
                     eprintln!("skipped {candidate}: {error}");
                     continue;
                 }
@@ -321,18 +356,12 @@ mod tests {
     #[test]
     fn a_caller_that_says_no_ends_the_round_and_a_depth_beyond_the_pool_is_refused() {
         let (_scratch, mut target) = target(2);
-        let candidate = Candidate {
-            device: DeviceKind::Threads,
-            mode: IoMode::Buffered,
-            depth: 2,
-            chunk: ChunkSize::Auto,
-            register: false,
-        };
-        let outcome = target.round(&Candidate { mode: IoMode::Auto, ..candidate }, 1e6, 1, &mut || false).unwrap();
+        let candidate = Candidate { mode: IoMode::Buffered, depth: 2, ..Candidate::THREADS };
+        let outcome = target.round(&candidate, 1e6, 1, &mut || false).unwrap();
         assert!(matches!(outcome, Outcome::Stopped));
         let error = target.round(&Candidate { depth: 3, ..candidate }, 1.0, 1, &mut || true).unwrap_err();
         assert!(error.to_string().contains("3 slabs"), "{error}");
-        assert_eq!(target.pool.free(), 2, "no slab is lost");
+        assert_eq!(target.pool(Pages::Auto).unwrap().free(), 2, "no slab is lost");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use hdrhistogram::Histogram;
 
+use crate::arena::PageKind;
 use crate::measure::plan::Candidate;
 
 /// Candidates this close to the fastest count as equally fast.
@@ -32,6 +33,8 @@ pub struct Round {
     pub cached: bool,
     /// Bytes of slabs that were registered.
     pub registered_bytes: u64,
+    /// Pages that the slabs were really on.
+    pub pages: PageKind,
 }
 
 /// The rounds of a candidate.
@@ -41,6 +44,8 @@ pub struct Summary {
     pub candidate: Candidate,
     /// Whether slabs were really registered.
     pub registered: bool,
+    /// Pages that the slabs were really on.
+    pub pages: PageKind,
     /// How many rounds.
     pub rounds: usize,
     /// Median of GB/s (10^9 bytes).
@@ -114,6 +119,7 @@ pub fn summarize(candidate: Candidate, rounds: &[Round]) -> Option<Summary> {
     Some(Summary {
         candidate,
         registered: rounds.iter().all(|round| round.registered_bytes > 0),
+        pages: rounds.first()?.pages,
         rounds: rounds.len(),
         gb_s: median(&speeds)?,
         gb_s_min: speeds.iter().copied().fold(f64::INFINITY, f64::min),
@@ -174,12 +180,9 @@ pub fn recommend(list: &[Summary]) -> Option<Recommendation> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::access::IoMode;
-    use crate::device::DeviceKind;
-    use crate::measure::plan::ChunkSize;
 
     fn candidate(depth: u32) -> Candidate {
-        Candidate { device: DeviceKind::Uring, mode: IoMode::Direct, depth, chunk: ChunkSize::Auto, register: true }
+        Candidate { depth, ..Candidate::RING }
     }
 
     fn round(gb: f64, seconds: f64, cpu_seconds: f64, service_ms: &[u64]) -> Round {
@@ -200,6 +203,7 @@ mod tests {
             submit,
             cached: false,
             registered_bytes: 1,
+            pages: PageKind::Transparent,
         }
     }
 
