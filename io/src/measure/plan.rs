@@ -92,6 +92,13 @@ impl Candidate {
         }
     }
 
+    /// Whether mode, device, depth and request size are all that sets it apart: the rest is for comparison.
+    pub fn is_offered(&self) -> bool {
+        let default = if self.device == DeviceKind::Uring { Candidate::RING } else { Candidate::THREADS };
+        (self.pages, self.register, self.sqpoll, self.iopoll)
+            == (default.pages, default.register, default.sqpoll, default.iopoll)
+    }
+
     /// Whether the bytes go through the page cache.
     pub fn uses_page_cache(&self) -> bool {
         self.mode != IoMode::Direct

@@ -102,7 +102,7 @@ impl Target {
         self.places.len()
     }
 
-    /// The slabs on pages of this kind.
+    /// The slabs on pages of this kind: of those that are only for comparison, no more than the usual depth takes.
     ///
     /// # Errors
     /// Those of taking the memory; [`IoError::Refused`] where reserved pages are asked for and too few are free.
@@ -110,7 +110,8 @@ impl Target {
         if let Some((_, pool)) = self.pools.iter().find(|(known, _)| *known == pages) {
             return Ok(pool.clone());
         }
-        let pool = SlabPool::with_pages(self.slab_bytes as usize, self.slabs, pages)?;
+        let slabs = self.slabs.min(Candidate::RING.depth as usize);
+        let pool = SlabPool::with_pages(self.slab_bytes as usize, slabs, pages)?;
         self.pools.push((pages, pool.clone()));
         Ok(pool)
     }

@@ -139,42 +139,48 @@ pub fn summarize(candidate: Candidate, rounds: &[Round]) -> Option<Summary> {
     })
 }
 
-/// Of what memory did not serve: the smallest depth within 2 % of the fastest, the least CPU among equals. `None` where
-/// memory served everything.
+/// Of what memory did not serve and a user can ask for: the smallest depth within 2 % of the fastest, the least CPU
+/// among equals. `None` where memory served everything.
 pub fn recommend(list: &[Summary]) -> Option<Recommendation> {
     let real = || list.iter().enumerate().filter(|(_, summary)| !summary.cached);
+    let offered = || real().filter(|(_, summary)| summary.candidate.is_offered());
     let (best, fastest) = real().max_by(|a, b| a.1.gb_s.total_cmp(&b.1.gb_s))?;
-    let near = || real().filter(|(_, summary)| summary.gb_s >= NEAR * fastest.gb_s);
+    // What is only for comparison may be the fastest: then what comes nearest counts.
+    let (_, nearest) = offered().max_by(|a, b| a.1.gb_s.total_cmp(&b.1.gb_s))?;
+    let near = || offered().filter(|(_, summary)| summary.gb_s >= NEAR * nearest.gb_s.min(fastest.gb_s));
     let (take, taken) = near().min_by(|(_, a), (_, b)| {
         let by_cpu = a.cpu_s_per_gb.total_cmp(&b.cpu_s_per_gb);
         a.candidate.depth.cmp(&b.candidate.depth).then(by_cpu).then(b.gb_s.total_cmp(&a.gb_s))
     })?;
-    let count = near().count();
     let same_depth = near().filter(|(_, summary)| summary.candidate.depth == taken.candidate.depth).count();
-    let mut reason = if take == best && count == 1 {
-        format!("the fastest at {:.2} GB/s, and nothing else comes within 2 % of it", taken.gb_s)
+    let reason = reason(fastest, nearest, taken, near().count(), same_depth);
+    Some(Recommendation { best, take, reason })
+}
+
+fn reason(fastest: &Summary, nearest: &Summary, taken: &Summary, near: usize, same_depth: usize) -> String {
+    let depth = taken.candidate.depth;
+    let mut reason = if near == 1 {
+        format!("the fastest that can be asked for at {:.2} GB/s, and no other comes within 2 % of it", taken.gb_s)
     } else {
-        let plural = if taken.candidate.depth == 1 { "slab" } else { "slabs" };
+        let plural = if depth == 1 { "slab" } else { "slabs" };
         format!(
-            "{} of {} candidates are within 2 % of the fastest ({:.2} GB/s); {} {plural} in flight is the least among \
-             them, and more would only add latency",
-            count,
-            list.len(),
-            fastest.gb_s,
-            taken.candidate.depth,
+            "{near} are within 2 % of the fastest that can be asked for ({:.2} GB/s); {depth} {plural} in flight is the \
+             least among them, and more would only add latency",
+            nearest.gb_s
         )
     };
     if same_depth > 1 {
         reason += &format!("; of {same_depth} with that depth it takes the least CPU ({:.4} s/GB)", taken.cpu_s_per_gb);
     }
-    let uncertain = taken.gb_s_max - taken.gb_s_min;
-    if taken.rounds > 1 && uncertain > 0.1 * taken.gb_s {
-        reason += &format!(
-            "; its rounds differ by {:.0} %, so small differences here mean nothing",
-            100.0 * uncertain / taken.gb_s
-        );
+    if fastest.gb_s * NEAR > nearest.gb_s {
+        reason += &format!("; {} reached {:.2} GB/s, but only for comparison", fastest.candidate, fastest.gb_s);
     }
-    Some(Recommendation { best, take, reason })
+    let spread = taken.gb_s_max - taken.gb_s_min;
+    if taken.rounds > 1 && spread > 0.1 * taken.gb_s {
+        let percent = 100.0 * spread / taken.gb_s;
+        reason += &format!("; its rounds differ by {percent:.0} %, so small differences here mean nothing");
+    }
+    reason
 }
 
 #[cfg(test)]
@@ -278,7 +284,7 @@ mod tests {
         ];
         let found = recommend(&list).unwrap();
         assert_eq!((found.best, found.take), (4, 2));
-        assert!(found.reason.contains("4 of 6") && found.reason.contains("2 slabs"), "{}", found.reason);
+        assert!(found.reason.starts_with("4 are within") && found.reason.contains("2 slabs"), "{}", found.reason);
         assert!(found.reason.contains("least CPU (0.0020 s/GB)"), "{}", found.reason);
     }
 
@@ -287,9 +293,20 @@ mod tests {
         let list = [summary(1, 1.0, 0.01, false), summary(8, 2.0, 0.01, false)];
         let found = recommend(&list).unwrap();
         assert_eq!((found.best, found.take), (1, 1));
-        assert!(found.reason.starts_with("the fastest at 2.00 GB/s, and nothing else"), "{}", found.reason);
+        assert!(found.reason.contains("at 2.00 GB/s, and no other"), "{}", found.reason);
         assert_eq!(recommend(&[summary(1, 9.0, 0.1, true)]), None);
         assert_eq!(recommend(&[]), None);
+    }
+
+    #[test]
+    fn what_is_only_for_comparison_is_not_recommended() {
+        let mut polled = summary(1, 3.0, 0.3, false);
+        polled.candidate.sqpoll = true;
+        let list = [polled.clone(), summary(4, 1.99, 0.01, false), summary(2, 2.0, 0.02, false)];
+        let found = recommend(&list).unwrap();
+        assert_eq!((found.best, found.take), (0, 2));
+        assert!(found.reason.contains("sqpoll reached 3.00 GB/s"), "{}", found.reason);
+        assert_eq!(recommend(&[polled]), None);
     }
 
     #[test]

@@ -57,7 +57,8 @@ pub fn bench_io(args: &BenchIoArgs, machine: &Machine) -> Result<Done, Failure> 
     }
     if let Some(path) = &args.svg {
         // Better now than after minutes of measuring.
-        std::fs::write(path, "").map_err(|e| Failure::usage(format!("cannot write {}", path.display())).cause(e))?;
+        let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
+        opened.map_err(|e| Failure::usage(format!("cannot write {}", path.display())).cause(e))?;
     }
     let stop = watch_signals()?;
     let mut progress = render::Progress::new(args.quiet);
@@ -90,7 +91,7 @@ pub fn bench_io(args: &BenchIoArgs, machine: &Machine) -> Result<Done, Failure> 
         recommendation: recommend(&measured.results),
         facts,
         results: measured.results,
-        unavailable: measured.unavailable,
+        unavailable: source::named(&source, measured.unavailable),
         fio: measured.fio,
         fio_note: measured.fio_note,
         interrupted: measured.interrupted,

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use millstream_io::free_bytes;
+use millstream_io::limits::SLAB_BYTES_MAX;
 use millstream_io::measure::scratch::Scratch;
 
 use super::stopped;
@@ -46,9 +47,7 @@ impl Source {
     /// As asked. Announces, makes and fills a scratch file where no file was named; `None` when interrupted meanwhile.
     pub fn choose(args: &BenchIoArgs, stop: &AtomicBool, progress: &mut Progress) -> Result<Option<Source>, Failure> {
         let bytes_max = args.size.unwrap_or(u64::MAX);
-        if args.size == Some(0) {
-            return Err(Failure::usage("--size 0 leaves nothing to read"));
-        }
+        check_sizes(args)?;
         match (&args.file, &args.model) {
             (Some(file), _) => Source::of(vec![file.clone()], file, bytes_max).map(Some),
             (None, Some(dir)) => Source::of(shards(dir)?, dir, bytes_max).map(Some),
@@ -109,21 +108,37 @@ impl Source {
 
     /// The slab asked for, or 19 MiB where the files have enough places for it.
     pub fn slab_bytes(&self, args: &BenchIoArgs) -> Result<u64, Failure> {
-        let asked = args.slab.unwrap_or_else(|| default_slab(self.largest_bytes));
-        if asked == 0 {
-            return Err(Failure::usage("--slab 0 reads nothing"));
-        }
-        let slab = asked.next_multiple_of(SLAB_BYTES_MIN);
-        if slab > millstream_io::limits::SLAB_BYTES_MAX as u64 {
-            return Err(Failure::usage(format!("a slab of {} is more than a request can have", size::show(asked)))
-                .hint("a slab is at most 1 GiB"));
-        }
+        let slab = args.slab.unwrap_or_else(|| default_slab(self.largest_bytes)).next_multiple_of(SLAB_BYTES_MIN);
         if slab > self.largest_bytes {
             let (file, slab) = (size::show(self.largest_bytes), size::show(slab));
             return Err(Failure::usage(format!("{}: {file} hold no slab of {slab}", self.name))
                 .hint("ask for smaller slabs with --slab, or for another file"));
         }
         Ok(slab)
+    }
+}
+
+/// Messages with the scratch file called what it is, not the path it is found by.
+pub fn named(source: &Source, messages: Vec<(String, String)>) -> Vec<(String, String)> {
+    let Some(scratch) = &source.scratch else { return messages };
+    let path = scratch.path().display().to_string();
+    messages.into_iter().map(|(what, why)| (what, why.replace(&path, "the scratch file"))).collect()
+}
+
+/// Refuses sizes that cannot work, before anything is written.
+fn check_sizes(args: &BenchIoArgs) -> Result<(), Failure> {
+    match (args.size, args.slab) {
+        (Some(0), _) => Err(Failure::usage("--size 0 leaves nothing to read")),
+        (_, Some(0)) => Err(Failure::usage("--slab 0 reads nothing")),
+        (_, Some(slab)) if slab > SLAB_BYTES_MAX as u64 => {
+            Err(Failure::usage(format!("a slab of {} is more than a request can have", size::show(slab)))
+                .hint("a slab is at most 1 GiB"))
+        }
+        (Some(bytes), Some(slab)) if bytes < slab => {
+            let (bytes, slab) = (size::show(bytes), size::show(slab));
+            Err(Failure::usage(format!("--size {bytes} holds no --slab {slab}")))
+        }
+        _ => Ok(()),
     }
 }
 

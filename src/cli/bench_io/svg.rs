@@ -13,7 +13,7 @@ const WIDTH: f64 = 960.0;
 /// The curves' plot: left, top, width, height.
 const CURVES: (f64, f64, f64, f64) = (70.0, 96.0, 640.0, 230.0);
 /// Where bars begin and how far they may reach.
-const BARS: (f64, f64) = (330.0, 460.0);
+const BARS: (f64, f64) = (330.0, 430.0);
 /// Height of a bar with its gap.
 const BAR_STEP: f64 = 20.0;
 const COLOURS: [&str; 6] = ["#1b6ca8", "#c8553d", "#3b8a57", "#7d5ba6", "#b08d2e", "#555555"];
@@ -145,9 +145,9 @@ fn bar_chart(svg: &mut String, report: &Report, bars: &[&Summary], top: f64, sca
     let (left, width) = BARS;
     let columns = left + width;
     text(svg, 20.0, top - 12.0, "start", 13.0, "All candidates; thin lines: slowest to fastest round");
-    text(svg, columns + 60.0, top - 12.0, "end", 11.0, "GB/s");
-    text(svg, columns + 118.0, top - 12.0, "end", 11.0, "s CPU/GB");
-    text(svg, columns + 162.0, top - 12.0, "end", 11.0, "p99 ms");
+    text(svg, columns + 50.0, top - 12.0, "end", 11.0, "GB/s");
+    text(svg, columns + 116.0, top - 12.0, "end", 11.0, "s CPU/GB");
+    text(svg, columns + 176.0, top - 12.0, "end", 11.0, "p99 ms");
     let x = |value: f64| left + value / scale * width;
     let mut rows: Vec<Row> = bars.iter().map(|summary| Row::of(summary)).collect();
     if let Some(fio) = report.fio.first() {
@@ -166,9 +166,9 @@ fn bar_chart(svg: &mut String, report: &Report, bars: &[&Summary], top: f64, sca
             x(*value) - left
         );
         line(svg, (x(*min), y + 7.0), (x(*max), y + 7.0), "#222222", 1.0);
-        text(svg, columns + 60.0, y + 11.0, "end", 11.0, &format!("{value:.2}"));
-        text(svg, columns + 118.0, y + 11.0, "end", 11.0, &format!("{cpu:.4}"));
-        text(svg, columns + 162.0, y + 11.0, "end", 11.0, &format!("{p99:.0}"));
+        text(svg, columns + 50.0, y + 11.0, "end", 11.0, &format!("{value:.2}"));
+        text(svg, columns + 116.0, y + 11.0, "end", 11.0, &format!("{cpu:.4}"));
+        text(svg, columns + 176.0, y + 11.0, "end", 11.0, &format!("{p99:.0}"));
     }
     let foot = top + BAR_STEP * rows.len() as f64 + 22.0;
     let note = if bars.iter().any(|summary| summary.cached) {

@@ -132,8 +132,12 @@ pub fn csv(report: &Report) -> String {
 /// The recommendation with its reason, the ratio to fio, and what is missing.
 pub fn verdict(report: &Report) -> String {
     let mut text = String::new();
-    for (candidate, why) in &report.unavailable {
-        let _ = writeln!(text, "not measured: {candidate}: {why}");
+    let mut reasons: Vec<&str> = report.unavailable.iter().map(|(_, why)| why.as_str()).collect();
+    reasons.dedup();
+    for why in reasons {
+        let whose =
+            report.unavailable.iter().filter(|(_, other)| other == why).map(|(candidate, _)| candidate.as_str());
+        let _ = writeln!(text, "not measured: {}: {why}", whose.collect::<Vec<_>>().join(", "));
     }
     if let Some(note) = &report.fio_note {
         let _ = writeln!(text, "fio: {note}");
