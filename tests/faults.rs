@@ -11,7 +11,7 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use engines::{Arithmetic, Model, Reader, Setup, config, greedy, has_direct, has_ring, tales, tiny};
+use engines::{Arithmetic, Model, Reader, Setup, config, greedy, has, has_ring, tales, tiny};
 use millstream::checkpoint::Checkpoint;
 use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, EngineError};
 use millstream::forward::ForwardError;
@@ -209,7 +209,7 @@ fn half_the_bytes_once_is_no_error_and_nothing_twice_names_what_was_wanted_and_g
 
 #[test]
 fn a_direct_read_that_is_refused_falls_back_once_with_the_same_tokens() {
-    if !has_direct() {
+    if !has(IoMode::Direct) {
         return;
     }
     let want = expected(Model::Tiny);

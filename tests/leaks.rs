@@ -21,7 +21,7 @@ fn a_short_run_is_clean() {
     let integer = (Model::TinyInt4, Isa::Scalar, "buffered", "explicit");
     let vector = (Model::TinyInt4Groups, Isa::Avx2, "buffered", "absorbed");
     for (model, isa, io, attention) in [plain, integer, vector] {
-        let io = if io == "direct" && !engines::has_direct() { "buffered" } else { io };
+        let io = if io == "direct" && !engines::has(millstream_io::IoMode::Direct) { "buffered" } else { io };
         if Kernels::for_isa(isa).is_none() {
             println!("this machine has no {isa}");
             continue;

@@ -5,16 +5,13 @@
 #[path = "common/engines.rs"]
 mod engines;
 
-use engines::{ALL_SLABS, Answer, Arithmetic, Model, Reader, Setup, answer, assert_same, has_direct, has_ring, open};
-use millstream::engine::Activations;
-use millstream::engine::AttentionForm;
+use engines::{ALL_SLABS, Answer, Arithmetic, Model, Reader, Setup, answer, assert_same, has, has_ring, open};
+use millstream::engine::{Activations, AttentionForm, Depth, EngineError};
 use millstream::kernels::Kernels;
-use millstream_io::IoMode;
+use millstream_io::{CHUNK_WHOLE, IoError, IoMode};
 use proptest::prelude::*;
 
-/// Everything resident, one thread, the whole prompt at once.
-const RESIDENT: Setup =
-    Setup { slabs: ALL_SLABS, reader: Reader::Threads, io: IoMode::Auto, threads: 1, rows: 128, isa: None };
+const RESIDENT: Setup = Setup::RESIDENT;
 
 const TOKENS: usize = 12;
 
@@ -89,10 +86,44 @@ fn the_ring_is_the_threads() {
 
 #[test]
 fn direct_is_buffered() {
-    if has_direct() {
+    if has(IoMode::Direct) {
         let few = Setup { slabs: 5, ..RESIDENT };
         let models = [Model::Tiny, Model::TinyInt4Groups, Model::Tales, Model::TalesInt4];
         compare(&models, &[Setup { io: IoMode::Direct, ..few }, Setup { io: IoMode::Buffered, ..few }]);
+    }
+}
+
+#[test]
+fn every_mode_and_device_is_everything_resident() {
+    let few = Setup { slabs: 4, ..RESIDENT };
+    let mut setups = vec![
+        Setup { reader: Reader::Map, ..few },
+        Setup { reader: Reader::Map, slabs: 1, depth: Depth::Slabs(1), chunk_bytes: Some(65536), ..few },
+    ];
+    let readers = if has_ring() { vec![Reader::Threads, Reader::Ring] } else { vec![Reader::Threads] };
+    for io in IoMode::ALL.into_iter().filter(|io| *io != IoMode::Mmap && has(*io)) {
+        for &reader in &readers {
+            setups.push(Setup { io, reader, ..few });
+            setups.push(Setup { io, reader, depth: Depth::Slabs(1), chunk_bytes: Some(65536), ..few });
+            setups.push(Setup { io, reader, depth: Depth::Bytes(1 << 20), chunk_bytes: Some(CHUNK_WHOLE), ..few });
+        }
+    }
+    for model in [Model::Tiny, Model::TinyInt4, Model::Tales] {
+        let arithmetic = Arithmetic { model, form: AttentionForm::Absorbed, activations: Activations::F32 };
+        let prompt = model.prompt(37);
+        let expected = run(&arithmetic, &RESIDENT, &prompt);
+        for setup in &setups {
+            assert_same(&expected, &run(&arithmetic, setup, &prompt), setup);
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_had_together_is_refused_before_a_file_is_read() {
+    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    for (io, reader) in [(IoMode::Mmap, Reader::Ring), (IoMode::Mmap, Reader::Threads), (IoMode::Drop, Reader::Map)] {
+        let error = open(&arithmetic, &Setup { io, reader, ..RESIDENT }).err().unwrap();
+        assert!(matches!(error, EngineError::Io(IoError::Refused { what: "mmap", .. })), "{error}");
     }
 }
 
@@ -162,7 +193,9 @@ proptest! {
         length in 1..50usize,
         slabs in prop_oneof![Just(1), 2..40usize],
         reader in prop_oneof![Just(None), any::<u64>().prop_map(Some)],
-        buffered in any::<bool>(),
+        io in prop::sample::select(vec![IoMode::Auto, IoMode::Buffered, IoMode::Drop]),
+        depth in prop_oneof![Just(Depth::Auto), (1..5u32).prop_map(Depth::Slabs), (1..9u64).prop_map(|n| Depth::Bytes(n << 16))],
+        chunk in prop::sample::select(vec![None, Some(65536), Some(1 << 20), Some(CHUNK_WHOLE)]),
         threads in 1..5usize,
         rows in prop::sample::select(vec![1, 2, 3, 8, 33, 128]),
         isa in any::<prop::sample::Index>(),
@@ -175,7 +208,9 @@ proptest! {
         let setup = Setup {
             slabs,
             reader: reader.map_or(Reader::Threads, Reader::Shuffled),
-            io: if buffered { IoMode::Buffered } else { IoMode::Auto },
+            io,
+            depth,
+            chunk_bytes: chunk,
             threads,
             rows,
             isa: Some(isa.get(&isas).isa),

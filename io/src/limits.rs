@@ -1,5 +1,7 @@
 //! Every bound of the crate, related by const asserts.
 
+use std::time::Duration;
+
 /// File ranges one read may gather: three matrices and their scales, with two to spare.
 pub const MAX_SEGMENTS: usize = 8;
 /// A gap between two ranges of one file up to this many bytes is read through: a second request costs more.
@@ -54,6 +56,8 @@ pub const SAME_END_MAX: u32 = 2;
 pub const BACKOFF_NS_MIN: u64 = 50_000;
 /// Longest pause after `EAGAIN`.
 pub const BACKOFF_NS_MAX: u64 = 100_000_000;
+/// Longest wait for the read that shows whether a ring works, over all its system calls.
+pub const PROBE_MAX: Duration = Duration::from_secs(10);
 /// Consecutive failed waits on a ring that report a passing condition before the ring counts as dead.
 pub const ENTER_RETRIES_MAX: u32 = 1000;
 

@@ -8,7 +8,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{Model, demand, kinds, lookahead, open, plan_of, span};
-use millstream_io::{Device, DeviceConfig, IoMode, SlabLayout, SlabPool, Wait};
+use millstream_io::{Device, DeviceConfig, SlabLayout, SlabPool, Wait};
 
 struct Counting;
 
@@ -52,7 +52,7 @@ fn read_some(device: &mut dyn Device, pool: &SlabPool, plans: &[SlabLayout]) {
 fn reading_allocates_nothing() {
     let model = Model::new(&[8 << 20]);
     for kind in kinds() {
-        for mode in [IoMode::Auto, IoMode::Buffered] {
+        for mode in kind.modes() {
             let files = model.open(mode);
             let pool = SlabPool::new(2 << 20, 4).unwrap();
             let plans: Vec<_> = (0..4).map(|i| plan_of(&files, &[span(0, i * 1_500_001, 1_900_000)])).collect();

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
 
-use millstream_io::{DeviceKind, IoMode};
+use millstream_io::limits::CHUNK_BYTES_MIN;
+use millstream_io::{CHUNK_WHOLE, DeviceKind, IoMode};
 
-use crate::engine::{Activations, AttentionForm, Dsa};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa};
 use crate::kernels::Isa;
 
 use super::size;
@@ -98,12 +99,19 @@ pub struct RunArgs {
     /// [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = parse_ram)]
     pub ram: Option<Ram>,
-    /// How files are read: auto, direct (around the page cache, or fail) or buffered [default: auto]
+    /// How files are read: auto, direct (around the page cache, or fail), buffered, dontcache and drop (through the page
+    /// cache without staying in it) or mmap [default: auto]
     #[arg(long, value_name = "MODE")]
     pub io: Option<IoMode>,
-    /// What reads them: auto, uring or threads [default: auto]
+    /// What reads them: auto, uring, threads or mmap [default: auto]
     #[arg(long, value_name = "KIND")]
     pub device: Option<DeviceKind>,
+    /// How much is read at a time: a number of experts, a size such as 64M, or auto [default: auto]
+    #[arg(long, value_name = "N", value_parser = parse_depth)]
+    pub depth: Option<Depth>,
+    /// Largest single request: whole (an expert), a multiple of 64K up to 1G, or auto [default: auto]
+    #[arg(long, value_name = "SIZE", value_parser = parse_chunk)]
+    pub chunk: Option<Chunk>,
     /// Instruction set: auto, scalar, avx2 or avx512 [default: auto]
     #[arg(long, value_name = "SET", value_parser = parse_kernels)]
     pub kernels: Option<KernelChoice>,
@@ -268,6 +276,28 @@ impl fmt::Display for KernelChoice {
     }
 }
 
+/// Largest single request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chunk {
+    /// As the device likes it.
+    Auto,
+    /// An expert's part of a file.
+    Whole,
+    /// So many bytes.
+    Bytes(u32),
+}
+
+impl Chunk {
+    /// In the terms of a device.
+    pub fn bytes(self) -> Option<u32> {
+        match self {
+            Chunk::Auto => None,
+            Chunk::Whole => Some(CHUNK_WHOLE),
+            Chunk::Bytes(bytes) => Some(bytes),
+        }
+    }
+}
+
 /// The values of a setting, by the names people type.
 pub struct Choices<T: 'static>(&'static [(&'static str, T)]);
 
@@ -319,6 +349,34 @@ pub fn parse_seed(text: &str) -> Result<Seed, String> {
             .parse()
             .map(Seed::Fixed)
             .map_err(|_| "a seed is a whole number from 0 on, or -1 for a random one".into()),
+    }
+}
+
+/// Reads `--depth`: a bare number counts experts.
+pub fn parse_depth(text: &str) -> Result<Depth, String> {
+    if text == "auto" {
+        return Ok(Depth::Auto);
+    }
+    let refuse = || format!("'{text}' is neither a number of experts from 1 on, nor a size such as 64M, nor auto");
+    if text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return text.parse().ok().filter(|slabs| *slabs > 0).map(Depth::Slabs).ok_or_else(refuse);
+    }
+    size::parse(text).ok().filter(|bytes| *bytes > 0).map(Depth::Bytes).ok_or_else(refuse)
+}
+
+/// Reads `--chunk`.
+pub fn parse_chunk(text: &str) -> Result<Chunk, String> {
+    match text {
+        "auto" => Ok(Chunk::Auto),
+        "whole" => Ok(Chunk::Whole),
+        _ => {
+            let bytes = size::parse(text)?;
+            let fits = bytes > 0 && bytes <= u64::from(CHUNK_WHOLE) && bytes.is_multiple_of(CHUNK_BYTES_MIN.into());
+            match u32::try_from(bytes) {
+                Ok(bytes) if fits => Ok(Chunk::Bytes(bytes)),
+                _ => Err(format!("{bytes} bytes are not a multiple of 64K up to 1G")),
+            }
+        }
     }
 }
 
@@ -392,11 +450,26 @@ mod tests {
     }
 
     #[test]
+    fn depth_counts_experts_or_bytes_and_chunk_counts_bytes() {
+        let depth = |text| parse_depth(text).unwrap();
+        assert_eq!(["auto", "4", "64M"].map(depth), [Depth::Auto, Depth::Slabs(4), Depth::Bytes(64 << 20)]);
+        let chunk = |text| parse_chunk(text).unwrap().bytes();
+        assert_eq!(["auto", "256K", "4M"].map(chunk), [None, Some(262_144), Some(4_194_304)]);
+        assert_eq!((chunk("whole"), chunk("1G")), (Some(1 << 30), Some(1 << 30)));
+    }
+
+    #[test]
     fn unknown_settings_are_refused() {
         for bad in [
             &["frobnicate"][..],
             &["run", "--tempo", "1"],
             &["run", "--io", "telepathy"],
+            &["run", "--device", "direct"],
+            &["run", "--depth", "0"],
+            &["run", "--depth", "deep"],
+            &["run", "--chunk", "65537"],
+            &["run", "--chunk", "0"],
+            &["run", "--chunk", "2G"],
             &["run", "--threads", "0"],
             &["run", "-p", "a", "-f", "b"],
             &["run", "--raw", "--system", "x"],

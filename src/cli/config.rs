@@ -3,16 +3,16 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use millstream_io::{DeviceKind, IoMode};
+use millstream_io::{DeviceKind, IoMode, settle};
 use serde_json::Value as Json;
 
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory};
 use crate::kernels::Isa;
 
 use super::Failure;
-use super::args::{self, KernelChoice, Ram, RunArgs, Seed};
+use super::args::{self, Chunk, KernelChoice, Ram, RunArgs, Seed};
 use super::machine::Machine;
 
 /// Tokens generated when `-n` is not given.
@@ -73,12 +73,20 @@ pub struct RunConfig {
     threads: usize,
     ram: Option<u64>,
     available: u64,
-    io: IoMode,
-    device: DeviceKind,
+    reading: Reading,
     isa: Option<Isa>,
     activations: Activations,
     attention: AttentionForm,
     dsa: Dsa,
+}
+
+/// How files are read.
+#[derive(Clone, Copy, Debug)]
+struct Reading {
+    io: IoMode,
+    device: DeviceKind,
+    depth: Depth,
+    chunk_bytes: Option<u32>,
 }
 
 /// Decides everything that does not depend on the model. Refuses what cannot work, before any file is read.
@@ -112,8 +120,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     let default_threads = (machine.cores, "cores this process may use");
     let threads = settings.pick("threads", args.threads, machine, args::parse_threads, default_threads)?;
     let ram = settings.pick("ram", args.ram, machine, args::parse_ram, (Ram::Auto, &machine.memory.source))?;
-    let io = settings.pick("io", args.io, machine, str::parse, (IoMode::Auto, "default"))?;
-    let device = settings.pick("device", args.device, machine, str::parse, (DeviceKind::Auto, "default"))?;
+    let reading = decide_reading(args, machine, &mut settings)?;
     let kernels = args.kernels.unwrap_or(KernelChoice::Auto);
     settings.add("kernels", kernels.to_string(), flag_or_default(&args.kernels));
     let activations = args.activations.unwrap_or(Activations::Int8);
@@ -136,8 +143,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
             Ram::Bytes(bytes) => Some(bytes),
         },
         available: machine.memory.available,
-        io,
-        device,
+        reading,
         isa: match kernels {
             KernelChoice::Auto => None,
             KernelChoice::Isa(isa) => Some(isa),
@@ -152,8 +158,10 @@ impl RunConfig {
     /// What the engine needs, for the model in `dir` and a context of `context` tokens.
     pub fn engine(&self, dir: &Path, context: usize) -> EngineConfig {
         EngineConfig {
-            io: self.io,
-            device: self.device,
+            io: self.reading.io,
+            device: self.reading.device,
+            depth: self.reading.depth,
+            chunk_bytes: self.reading.chunk_bytes,
             memory: Memory::Total(self.ram),
             threads: self.threads,
             context: Some(context),
@@ -220,6 +228,31 @@ fn decide_model(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> R
     }
     settings.add("model", dir.display().to_string(), origin);
     Ok(ModelChoice::Dir(dir))
+}
+
+fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> Result<Reading, Failure> {
+    let io = settings.pick("io", args.io, machine, str::parse, (IoMode::Auto, "default"))?;
+    let device = settings.pick("device", args.device, machine, str::parse, (DeviceKind::Auto, "default"))?;
+    settle(io, device).map_err(|error| {
+        let hint = error.hint();
+        let failure = Failure::usage(error.to_string());
+        if let Some(hint) = hint { failure.hint(hint) } else { failure }
+    })?;
+    let depth = args.depth.unwrap_or_default();
+    let shown = match depth {
+        Depth::Auto => Json::from("auto"),
+        Depth::Slabs(slabs) => Json::from(slabs),
+        Depth::Bytes(bytes) => Json::from(format!("{bytes} bytes")),
+    };
+    settings.add("depth", shown, flag_or_default(&args.depth));
+    let chunk = args.chunk.unwrap_or(Chunk::Auto);
+    let shown = match chunk {
+        Chunk::Auto => Json::from("auto"),
+        Chunk::Whole => Json::from("whole"),
+        Chunk::Bytes(bytes) => Json::from(bytes),
+    };
+    settings.add("chunk", shown, flag_or_default(&args.chunk));
+    Ok(Reading { io, device, depth, chunk_bytes: chunk.bytes() })
 }
 
 fn decide_sampling(args: &RunArgs, settings: &mut Settings) -> Result<Sampling, Failure> {

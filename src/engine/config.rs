@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use millstream_io::{DeviceKind, IoMode};
+use millstream_io::{DEPTH_AUTO, DeviceKind, IoMode};
 
 use crate::kernels::Isa;
 use crate::ops::Activations;
@@ -44,6 +44,30 @@ pub enum Memory {
     Slabs(usize),
 }
 
+/// How much of the files is read at a time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Depth {
+    /// The device's default.
+    #[default]
+    Auto,
+    /// As many experts as this, 1 or more.
+    Slabs(u32),
+    /// As many bytes; one request is always made.
+    Bytes(u64),
+}
+
+impl Depth {
+    /// In the terms of a device whose slabs have `slab_bytes`.
+    pub fn bytes(self, slab_bytes: usize) -> u64 {
+        match self {
+            Depth::Auto => DEPTH_AUTO,
+            Depth::Slabs(slabs) => u64::from(slabs.max(1)).saturating_mul(slab_bytes as u64),
+            // No byte at all is how a device is asked for its default.
+            Depth::Bytes(bytes) => bytes.max(1),
+        }
+    }
+}
+
 /// Everything an engine is opened with. Nothing here is looked up anywhere else.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineConfig {
@@ -53,8 +77,10 @@ pub struct EngineConfig {
     pub io: IoMode,
     /// What reads them.
     pub device: DeviceKind,
-    /// Bytes in flight; `None` for the device's default.
-    pub depth_bytes: Option<u64>,
+    /// How much is read at a time.
+    pub depth: Depth,
+    /// Largest single request, a multiple of 64 KiB or [`millstream_io::CHUNK_WHOLE`]; `None` for the device's default.
+    pub chunk_bytes: Option<u32>,
     /// Memory for experts.
     pub memory: Memory,
     /// Bytes the machine and its control group have left.
@@ -84,7 +110,8 @@ impl EngineConfig {
             dir: dir.into(),
             io: IoMode::Auto,
             device: DeviceKind::Auto,
-            depth_bytes: None,
+            depth: Depth::Auto,
+            chunk_bytes: None,
             memory: Memory::Total(None),
             available_bytes,
             threads: 1,

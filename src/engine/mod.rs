@@ -11,7 +11,7 @@ pub mod stop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millstream_io::{Device, DeviceConfig, FileSet, SlabPool, open_device};
+use millstream_io::{Device, DeviceConfig, FileSet, SlabPool, open_device, settle};
 
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::arch::Arch;
@@ -26,7 +26,7 @@ use crate::ops::attention::Shape;
 use crate::ops::rope::Rope;
 use crate::store::{ExpertStore, ExpertTable};
 use budget::{Budget, Demand};
-pub use config::{AttentionForm, Dsa, EngineConfig, Memory};
+pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory};
 pub use error::EngineError;
 use generate::Times;
 pub use generate::{Finish, Job, Outcome};
@@ -55,13 +55,16 @@ pub type OpenDevice<'a> = &'a dyn Fn(&Arc<FileSet>, &SlabPool) -> Result<Box<dyn
 impl Engine {
     /// Checks the model, divides memory, loads resident weights and opens the expert store.
     pub fn open(config: &EngineConfig) -> Result<Engine, EngineError> {
-        let defaults = DeviceConfig::default();
-        let device = DeviceConfig {
-            kind: config.device,
-            depth_bytes: config.depth_bytes.unwrap_or(defaults.depth_bytes),
-            ..defaults
-        };
-        Engine::open_with(config, &|files, pool| Ok(open_device(&device, files.clone(), pool)?))
+        let (_, kind) = settle(config.io, config.device)?;
+        Engine::open_with(config, &|files, pool| {
+            let device = DeviceConfig {
+                kind,
+                depth_bytes: config.depth.bytes(pool.slab_bytes()),
+                chunk_bytes: config.chunk_bytes,
+                ..DeviceConfig::default()
+            };
+            Ok(open_device(&device, files.clone(), pool)?)
+        })
     }
 
     /// As [`Engine::open`], reading experts through the device that `device` makes.
@@ -75,7 +78,8 @@ impl Engine {
             Some(isa) => Kernels::for_isa(isa).ok_or(EngineError::NoIsa(isa))?,
             None => Kernels::best(),
         };
-        let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), config.io)?);
+        let (mode, _) = settle(config.io, config.device)?;
+        let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), mode)?);
         let layers = arch.layers.len();
         let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || config.load_mtp)?;
         let plan = Plan::new(&checkpoint, &files, config.load_mtp)?;

@@ -3,7 +3,7 @@
 //! Whoever runs a generation fills in what was counted and timed; [`Stats::derive`] adds what follows from it. All
 //! times are in seconds unless the name says otherwise, all sizes in bytes.
 
-use millstream_io::{Access, FileId};
+use millstream_io::{Access, FileId, IoMode};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::Engine;
@@ -304,7 +304,12 @@ impl Engine {
         let direct = direct.max_by_key(|access| *access as u8).unwrap_or_default();
         let seconds = |ns: u64| ns as f64 / 1e9;
         IoStats {
-            mode: if direct == Directness::Direct { "direct" } else { "buffered" }.into(),
+            mode: match self.files.mode() {
+                _ if direct == Directness::Direct => "direct",
+                IoMode::Auto | IoMode::Direct | IoMode::Buffered => "buffered",
+                other => other.name(),
+            }
+            .into(),
             device: device.describe().name.into(),
             direct,
             reads: store.reads,

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::engine::sampler::Sampling;
-use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, EngineError, Job, Memory};
+use millstream::engine::{Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, Job, Memory};
 use millstream::kernels::Isa;
 use millstream_io::{DeviceKind, IoError, IoMode, SimConfig, sim_device};
 
@@ -118,6 +118,8 @@ impl Arithmetic {
 pub enum Reader {
     Ring,
     Threads,
+    /// From mappings of the files; `io` must leave the choice.
+    Map,
     /// Simulated, in an order that the seed decides.
     Shuffled(u64),
 }
@@ -131,23 +133,42 @@ pub struct Setup {
     pub threads: usize,
     pub rows: usize,
     pub isa: Option<Isa>,
+    pub depth: Depth,
+    pub chunk_bytes: Option<u32>,
+}
+
+impl Setup {
+    /// Everything resident, one thread, the whole prompt at once.
+    pub const RESIDENT: Setup = Setup {
+        slabs: ALL_SLABS,
+        reader: Reader::Threads,
+        io: IoMode::Auto,
+        threads: 1,
+        rows: 128,
+        isa: None,
+        depth: Depth::Auto,
+        chunk_bytes: None,
+    };
 }
 
 impl Default for Setup {
     fn default() -> Setup {
-        Setup { slabs: ALL_SLABS, reader: Reader::Threads, io: IoMode::Auto, threads: 1, rows: 128, isa: None }
+        Setup::RESIDENT
     }
 }
 
 pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
-    let Setup { slabs, reader, io, threads, rows, isa } = *setup;
+    let Setup { slabs, reader, io, threads, rows, isa, depth, chunk_bytes } = *setup;
     EngineConfig {
         io,
         device: match reader {
             Reader::Ring => DeviceKind::Uring,
+            Reader::Map => DeviceKind::Mmap,
             Reader::Threads | Reader::Shuffled(_) => DeviceKind::Threads,
         },
         memory: Memory::Slabs(slabs),
+        depth,
+        chunk_bytes,
         threads,
         prefill_rows: rows,
         isa,
@@ -173,7 +194,7 @@ pub fn shuffled(seed: u64) -> SimConfig {
 pub fn open(arithmetic: &Arithmetic, setup: &Setup) -> Result<Engine, EngineError> {
     let config = config(arithmetic, setup);
     match setup.reader {
-        Reader::Ring | Reader::Threads => Engine::open(&config),
+        Reader::Ring | Reader::Threads | Reader::Map => Engine::open(&config),
         Reader::Shuffled(seed) => {
             Engine::open_with(&config, &|files, pool| Ok(sim_device(&shuffled(seed), files.clone(), pool)?))
         }
@@ -193,13 +214,13 @@ pub fn has_ring() -> bool {
     }
 }
 
-/// Whether the bundled models lie on a file system with direct reads; says so where they do not.
-pub fn has_direct() -> bool {
+/// Whether the file system of the bundled models has the mode; says so where it does not.
+pub fn has(io: IoMode) -> bool {
     let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
-    match open(&arithmetic, &Setup { io: IoMode::Direct, ..Setup::default() }) {
+    match open(&arithmetic, &Setup { io, ..Setup::default() }) {
         Ok(_) => true,
-        Err(EngineError::Io(e @ IoError::DirectRefused { .. })) => {
-            println!("direct reads are not compared: {e}");
+        Err(EngineError::Io(e @ (IoError::DirectRefused { .. } | IoError::Refused { .. }))) => {
+            println!("{io} is not compared: {e}");
             false
         }
         Err(e) => panic!("{e}"),

@@ -5,6 +5,7 @@
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, mpsc};
+use std::time::Instant;
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 
@@ -19,7 +20,7 @@ use crate::device::schedule::{Issue, Limits, RequestCap, Schedule};
 use crate::device::{Device, DeviceConfig, DeviceReport};
 use crate::error::{Errno, ErrnoKind, IoError};
 use crate::file::{FileId, FileSet};
-use crate::limits::{ENTER_RETRIES_MAX, RING_BUFFERED_WORKERS, RING_CHUNK_BYTES};
+use crate::limits::{ENTER_RETRIES_MAX, PROBE_MAX, RING_BUFFERED_WORKERS, RING_CHUNK_BYTES};
 use crate::pool::SlabPool;
 
 /// `user_data` of the poll that ends the wait; operations count from 0.
@@ -179,9 +180,11 @@ impl Driver {
         let entry =
             opcode::Read::new(types::Fd(source.fd), memory.as_mut_ptr(), memory.len() as u32).build().user_data(PROBE);
         self.push(&entry).map_err(|_| refused("queueing a read", Errno(libc::EBUSY)))?;
-        for _ in 0..ENTER_RETRIES_MAX {
+        let asked = Instant::now();
+        // By time: a polled wait comes back without a result whenever the scheduler wants the core.
+        while asked.elapsed() < PROBE_MAX {
             match self.ring.submit_and_wait(1) {
-                Ok(_) => {}
+                Ok(_) => std::thread::yield_now(),
                 Err(error) if passing(Errno::of(&error)) => {}
                 Err(error) => return Err(refused("io_uring_enter", Errno::of(&error))),
             }

@@ -76,7 +76,28 @@ pub fn plan_of(files: &FileSet, spans: &[FileSpan]) -> SlabLayout {
 pub enum Kind {
     Ring,
     Threads,
+    Map,
     Sim,
+}
+
+impl Kind {
+    /// The mode that lets the device choose most.
+    pub fn mode(self) -> IoMode {
+        if self == Kind::Map { IoMode::Mmap } else { IoMode::Auto }
+    }
+
+    /// Every mode that goes with the device and with the files of this machine's build directory.
+    pub fn modes(self) -> Vec<IoMode> {
+        let model = Model::new(&[4096]);
+        let dontcache = FileSet::open(&model.paths, IoMode::DontCache).is_ok().then_some(IoMode::DontCache);
+        match self {
+            Kind::Map => vec![IoMode::Mmap],
+            Kind::Sim => vec![IoMode::Auto, IoMode::Buffered],
+            Kind::Ring | Kind::Threads => {
+                [IoMode::Auto, IoMode::Buffered, IoMode::Drop].into_iter().chain(dontcache).collect()
+            }
+        }
+    }
 }
 
 /// The devices this machine can run; says which it cannot.
@@ -85,10 +106,10 @@ pub fn kinds() -> Vec<Kind> {
     let pool = SlabPool::new(4096, 1).unwrap();
     let cfg = DeviceConfig { kind: DeviceKind::Uring, ..DeviceConfig::default() };
     match open_device(&cfg, model.open(IoMode::Auto), &pool) {
-        Ok(_) => vec![Kind::Ring, Kind::Threads, Kind::Sim],
+        Ok(_) => vec![Kind::Ring, Kind::Threads, Kind::Map, Kind::Sim],
         Err(error @ IoError::RingRefused { .. }) => {
             eprintln!("skipped for the ring: {error}");
-            vec![Kind::Threads, Kind::Sim]
+            vec![Kind::Threads, Kind::Map, Kind::Sim]
         }
         Err(error) => panic!("the ring fails in a way it must not: {error}"),
     }
@@ -100,6 +121,7 @@ pub fn open(kind: Kind, cfg: &DeviceConfig, files: &Arc<FileSet>, pool: &SlabPoo
     match kind {
         Kind::Ring => open_device(&DeviceConfig { kind: DeviceKind::Uring, ..*cfg }, files, pool).unwrap(),
         Kind::Threads => open_device(&DeviceConfig { kind: DeviceKind::Threads, ..*cfg }, files, pool).unwrap(),
+        Kind::Map => open_device(&DeviceConfig { kind: DeviceKind::Mmap, ..*cfg }, files, pool).unwrap(),
         Kind::Sim => {
             let calm = SimConfig::calm(1);
             let sim = SimConfig {
