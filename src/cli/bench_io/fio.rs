@@ -128,7 +128,7 @@ pub fn runs(machine: &Machine, source: &Source, slab_bytes: u64, quick: bool) ->
     };
     let bytes = source.largest_bytes / slab_bytes * slab_bytes;
     let free = machine.kernel_facts().free_hugepages;
-    let fits = |depth: &u32| (slab_bytes * u64::from(*depth)).div_ceil(HUGE_PAGE_BYTES) + 1 <= free;
+    let fits = |depth: &u32| (slab_bytes * u64::from(*depth)).div_ceil(HUGE_PAGE_BYTES) < free;
     let run = |huge| move |depth: &u32| FioRun { path: path.clone(), bytes, slab_bytes, depth: *depth, huge };
     let depths = if quick { DEPTHS_QUICK } else { DEPTHS };
     let on_huge: Vec<FioRun> = depths.iter().filter(|depth| fits(depth)).map(run(true)).collect();
