@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use millstream_io::measure::median;
 use serde_json::Value;
@@ -17,6 +17,8 @@ use crate::cli::machine::Machine;
 const HUGE_PAGE_BYTES: u64 = 2 << 20;
 /// The child is looked at this often.
 const LOOK: Duration = Duration::from_millis(50);
+/// What it may take beyond its run.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// Depths that are tried with buffers on huge pages.
 const DEPTHS: &[u32] = &[1, 2, 4, 8];
 /// Depths of the quick form.
@@ -152,14 +154,18 @@ pub fn run(run: &FioRun, seconds: f64, go_on: &mut dyn FnMut() -> bool) -> Resul
     };
     let output = collect(child.stdout.take().map(|pipe| Box::new(pipe) as _));
     let errors = collect(child.stderr.take().map(|pipe| Box::new(pipe) as _));
+    let late = Instant::now() + Duration::from_secs_f64(seconds) + PATIENCE;
     let status = loop {
         match child.try_wait() {
             Ok(Some(status)) => break status,
-            Ok(None) if go_on() => std::thread::sleep(LOOK),
+            Ok(None) if Instant::now() < late && go_on() => std::thread::sleep(LOOK),
             Ok(None) | Err(_) => {
                 let _ = child.kill();
                 let _ = child.wait();
-                return Ok(None);
+                if Instant::now() < late {
+                    return Ok(None);
+                }
+                return Err(format!("fio ({run}) did not end in time"));
             }
         }
     };
