@@ -244,6 +244,8 @@ fn copy_of_tiny() -> tempfile::TempDir {
 fn readers() -> Vec<Setup> {
     let few = Setup { slabs: 3, ..Setup::default() };
     let mut readers = vec![few, Setup { io: IoMode::Buffered, ..few }, Setup { reader: Reader::Shuffled(5), ..few }];
+    readers.push(Setup { reader: Reader::Map, ..few });
+    readers.push(Setup { io: IoMode::Drop, ..few });
     if has_ring() {
         readers.push(Setup { reader: Reader::Ring, ..few });
         readers.push(Setup { reader: Reader::Ring, io: IoMode::Buffered, ..few });

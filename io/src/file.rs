@@ -272,6 +272,12 @@ impl FileSet {
         self.align = align;
     }
 
+    /// Lets tests put a pipe in the place of a file, whose reads then wait for as long as the test likes.
+    #[cfg(test)]
+    pub(crate) fn force_plain(&mut self, file: FileId, plain: File) {
+        self.files[file.0 as usize].plain = plain;
+    }
+
     fn entry(&self, file: FileId) -> &OpenFile {
         &self.files[file.0 as usize]
     }

@@ -2,14 +2,18 @@
 //!
 //! Filters and limits hold for a whole process or thread, so most cases run in a child, which is this program again.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+#![allow(unsafe_code, reason = "signals are sent thread by thread")]
 
 mod common;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::{Model, check_bytes, child, demand, is_root, open_to_all, plan_of, span, succeeded, write_file};
+use common::{
+    Kind, Model, check_bytes, child, demand, is_root, kinds, open, open_to_all, plan_of, span, succeeded, write_file,
+};
 use millstream_io::{
     Access, Device, DeviceConfig, DeviceKind, Errno, FileId, FileSet, IoError, IoMode, PageKind, SlabPool, Wait,
     open_device,
@@ -130,8 +134,126 @@ fn child_entry() {
             assert_eq!(error, IoError::Memory { bytes: 2_097_152_000, errno: Errno(libc::ENOMEM) });
             assert!(error.hint().is_some());
         }
+        "signals" => reads_under_signals(),
+        "truncated-map" => reads_while_the_file_shrinks_and_grows(),
         _ => panic!("unknown case {name}"),
     }
+}
+
+extern "C" fn ignore(_: libc::c_int) {}
+
+/// Calls `work` while every thread of this process gets a signal that nothing restarts, again and again. Returns how
+/// many were sent.
+fn under_signals(work: impl FnOnce()) -> u64 {
+    // SAFETY: an all-zero `sigaction` is a valid value of that plain C struct: no flags, so that calls are interrupted.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as usize;
+    // SAFETY: the handler does nothing, and `action` outlives the call.
+    let rc = unsafe { libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut()) };
+    assert_eq!(rc, 0);
+    let (stop, mut sent) = (AtomicBool::new(false), 0);
+    std::thread::scope(|scope| {
+        let sender = scope.spawn(|| {
+            let mut sent = 0;
+            while !stop.load(Ordering::Relaxed) {
+                for task in std::fs::read_dir("/proc/self/task").unwrap().flatten() {
+                    let thread: libc::pid_t = task.file_name().to_str().unwrap().parse().unwrap();
+                    // SAFETY: the call takes numbers; a thread that is gone is an error and nothing else.
+                    let rc = unsafe { libc::syscall(libc::SYS_tgkill, std::process::id(), thread, libc::SIGUSR1) };
+                    sent += u64::from(rc == 0);
+                }
+                std::thread::sleep(std::time::Duration::from_micros(200));
+            }
+            sent
+        });
+        work();
+        stop.store(true, Ordering::Relaxed);
+        sent = sender.join().unwrap();
+    });
+    sent
+}
+
+fn reads_under_signals() {
+    let model = Model::new(&[8 * MIB]);
+    let spans = [span(0, 1, 8 * MIB - 5)];
+    for kind in kinds().into_iter().filter(|kind| *kind != Kind::Sim) {
+        for mode in kind.modes() {
+            let files = model.open(mode);
+            let pool = SlabPool::new(8 * MIB as usize, 3).unwrap();
+            let plan = plan_of(&files, &spans);
+            let mut device = open(kind, &DeviceConfig::default(), &files, &pool);
+            let sent = under_signals(|| {
+                // Its threads are idle, which for the ring's is a wait in the kernel for a completion.
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                for tag in 0..12 {
+                    device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
+                    let wait = Wait::AtMost(std::time::Duration::from_secs(60));
+                    let done = device.reap(wait).unwrap().unwrap();
+                    done.result.unwrap();
+                    check_bytes(&plan, &spans, done.slab.bytes(), "under signals");
+                }
+            });
+            println!("{kind:?}, {mode}: {sent} signals, {} calls repeated", device.stats().retries);
+            assert!(sent > 100);
+        }
+    }
+}
+
+/// A file that loses its second half and gets it back, over and over: what was mapped may be gone at any moment.
+fn reads_while_the_file_shrinks_and_grows() {
+    let model = Model::new(&[4 * MIB]);
+    let files = model.open(IoMode::Mmap);
+    let pool = SlabPool::new(4 * MIB as usize, 2).unwrap();
+    let (lower, all) = (plan_of(&files, &[span(0, 0, 2 * MIB)]), plan_of(&files, &[span(0, 0, 4 * MIB)]));
+    let stop = AtomicBool::new(false);
+    let (mut whole, mut cut) = (0, 0);
+    std::thread::scope(|scope| {
+        let shrinker = scope.spawn(|| {
+            let file = std::fs::OpenOptions::new().write(true).open(&model.paths[0]).unwrap();
+            while !stop.load(Ordering::Relaxed) {
+                for bytes in [2 * MIB + 1000, 4 * MIB] {
+                    file.set_len(bytes).unwrap();
+                    std::thread::sleep(std::time::Duration::from_micros(100));
+                }
+            }
+        });
+        let cfg = DeviceConfig { kind: DeviceKind::Mmap, threads: 2, ..DeviceConfig::default() };
+        let mut device = open_device(&cfg, Arc::clone(&files), &pool).unwrap();
+        for tag in 0..2000u64 {
+            let plan = if tag % 2 == 0 { &all } else { &lower };
+            device.submit(demand(tag, plan), pool.take().unwrap()).unwrap();
+            let done = device.reap(Wait::Block).unwrap().unwrap();
+            match done.result {
+                // Bytes that were cut off come back as zeros; those below the cut never change.
+                Ok(()) => {
+                    check_bytes(&lower, &[span(0, 0, 2 * MIB)], done.slab.bytes(), "while the file shrinks");
+                    whole += 1;
+                }
+                Err(IoError::EndOfFile { range }) => {
+                    assert!(tag % 2 == 0 && range.got >= 2 * MIB && range.got < 4 * MIB, "{range}");
+                    cut += 1;
+                }
+                // A file back at its size looks like one that has lost a page; what does not change never fails.
+                Err(IoError::Stuck { .. } | IoError::Read { .. }) if tag % 2 == 0 => cut += 1,
+                Err(error) => panic!("read {tag}: {error}"),
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        shrinker.join().unwrap();
+    });
+    println!("{whole} whole, {cut} cut");
+    assert!(whole >= 1000 && cut > 0, "{whole} whole, {cut} cut");
+}
+
+#[test]
+fn a_signal_interrupts_calls_and_no_read() {
+    println!("{}", succeeded(child("child_entry", "signals", "", false)));
+}
+
+/// In a child, which `SIGBUS` would kill.
+#[test]
+fn a_file_that_shrinks_under_its_map_is_an_error_and_no_signal() {
+    println!("{}", succeeded(child("child_entry", "truncated-map", "", false)));
 }
 
 #[test]

@@ -233,11 +233,7 @@ fn decide_model(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> R
 fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> Result<Reading, Failure> {
     let io = settings.pick("io", args.io, machine, str::parse, (IoMode::Auto, "default"))?;
     let device = settings.pick("device", args.device, machine, str::parse, (DeviceKind::Auto, "default"))?;
-    settle(io, device).map_err(|error| {
-        let hint = error.hint();
-        let failure = Failure::usage(error.to_string());
-        if let Some(hint) = hint { failure.hint(hint) } else { failure }
-    })?;
+    settle(io, device).map_err(|error| Failure { hint: error.hint(), ..Failure::usage(error.to_string()) })?;
     let depth = args.depth.unwrap_or_default();
     let shown = match depth {
         Depth::Auto => Json::from("auto"),
@@ -370,6 +366,21 @@ mod tests {
         assert_eq!(origin(&config, "threads"), ("3".into(), "cores this process may use"));
         assert_eq!((config.sampling.top_p, config.sampling.top_k), (0.90, 0));
         assert_eq!(config.max_tokens, MaxTokens::AtMost(512));
+    }
+
+    #[test]
+    fn how_files_are_read_reaches_the_engine() {
+        let typed = ["--io", "drop", "--device", "uring", "--depth", "6", "--chunk", "512K"];
+        let engine = decided(&typed, &[]).unwrap().engine(Path::new("m"), 64);
+        assert_eq!((engine.io, engine.device), (IoMode::Drop, DeviceKind::Uring));
+        assert_eq!((engine.depth, engine.chunk_bytes), (Depth::Slabs(6), Some(512 << 10)));
+        assert_eq!(engine.depth.bytes(19 << 20), 6 * (19 << 20));
+        let config = decided(&["--io", "mmap", "--depth", "64M", "--chunk", "whole"], &[]).unwrap();
+        assert_eq!(origin(&config, "depth"), ("67108864 bytes".to_string(), "flag"));
+        assert_eq!(origin(&config, "chunk"), ("whole".to_string(), "flag"));
+        let failure = decided(&["--device", "mmap"], &[("MILLSTREAM_IO", "direct")]).unwrap_err();
+        assert_eq!(failure.code, 2);
+        assert!(failure.error.contains("exclude each other") && failure.hint.is_some(), "{}", failure.error);
     }
 
     #[test]

@@ -432,6 +432,51 @@ mod tests {
         }
     }
 
+    /// A pipe in the place of a file is a drive that does not answer.
+    #[test]
+    fn a_read_that_hangs_ends_the_wait_and_keeps_its_slab_while_others_go_on() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(&[3; 8192]).unwrap();
+        let (source, mut sink) = std::io::pipe().unwrap();
+        let source = std::fs::File::from(std::os::fd::OwnedFd::from(source));
+        let pool = SlabPool::new(4096, 3).unwrap();
+        let paths = [file.path().to_owned(), file.path().to_owned()];
+        let mut files = FileSet::open(&paths, IoMode::Buffered).unwrap();
+        files.force_plain(FileId(1), source);
+        let cfg = DeviceConfig { kind: DeviceKind::Uring, ..DeviceConfig::default() };
+        let mut device = match open_device(&cfg, Arc::new(files), &pool) {
+            Ok(device) => device,
+            Err(error @ IoError::RingRefused { .. }) => return eprintln!("skipped: {error}"),
+            Err(error) => panic!("{error}"),
+        };
+        let read = |tag: u64, file: u32| {
+            let segment = Segment { file: FileId(file), offset: 0, len: 4096, at: 0, want: 4096 };
+            Read { tag, priority: Priority::Demand, segments: Segments::from_slice(&[segment]).unwrap() }
+        };
+        let wait = Wait::AtMost(Duration::from_millis(30));
+        device.submit(read(1, 1), pool.take().unwrap()).unwrap();
+        assert!(device.reap(wait).unwrap().is_none() && device.reap(Wait::No).unwrap().is_none());
+        assert_eq!((device.in_flight(), pool.free()), (1, 2));
+        // The drive's other reads are served meanwhile.
+        device.submit(read(2, 0), pool.take().unwrap()).unwrap();
+        let done = device.reap(Wait::Block).unwrap().unwrap();
+        assert_eq!((done.tag, done.result), (2, Ok(())));
+        assert!(done.slab.bytes().iter().all(|byte| *byte == 3));
+        drop(done.slab);
+        assert_eq!(device.cancel_lookahead(), 0);
+        assert!(device.reap(wait).unwrap().is_none());
+        assert_eq!((device.in_flight(), pool.free()), (1, 2), "a hanging read keeps its slab");
+        // A part of the bytes is not the read.
+        sink.write_all(&[8; 1000]).unwrap();
+        assert!(device.reap(wait).unwrap().is_none());
+        sink.write_all(&[8; 3096]).unwrap();
+        let done = device.reap(Wait::Block).unwrap().unwrap();
+        assert_eq!((done.tag, done.result), (1, Ok(())));
+        assert!(done.slab.bytes().iter().all(|byte| *byte == 8));
+        assert!(device.stats().retries >= 1, "the pipe gave a part first");
+        assert!(device.reap(Wait::Block).unwrap().is_none());
+    }
+
     #[test]
     fn configurations_out_of_range_are_refused() {
         let pool = SlabPool::new(4096, 1).unwrap();

@@ -581,6 +581,35 @@ mod tests {
     }
 
     #[test]
+    fn requests_of_the_drive_are_counted_by_their_size_and_never_pass_the_bound() {
+        let chunk = u64::from(CHUNK);
+        // Requests of half a chunk, of one, and of more: a call takes two, one, one.
+        for (request_bytes, calls_out) in [(chunk / 2, 3), (chunk, 7), (chunk * 3, 7)] {
+            let (mut schedule, pool, _file) = schedule(1 << 40, 64);
+            schedule.limits.cap = Some(RequestCap { requests: 7, request_bytes });
+            for tag in 0..8 {
+                let offset = tag * u64::from(SLAB);
+                schedule.admit(read(tag, Priority::Demand, offset), pool.take().unwrap(), 0).unwrap();
+            }
+            let mut out = Vec::new();
+            let mut done = 0;
+            while done < 8 * u64::from(SLAB / CHUNK) {
+                out.extend(std::iter::from_fn(|| schedule.next(0)));
+                assert!(out.len() <= calls_out && (out.len() == calls_out || !schedule.has_work()), "{}", out.len());
+                let issue: Issue = out.pop().unwrap();
+                schedule.complete(issue.op, issue.len as i32, 0);
+                done += 1;
+            }
+            assert_eq!((schedule.requests_out, schedule.calls_out()), (0, 0));
+        }
+        // One call passes, whatever it takes.
+        let (mut schedule, pool, _file) = schedule(1 << 40, 64);
+        schedule.limits.cap = Some(RequestCap { requests: 1, request_bytes: 4096 });
+        schedule.admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();
+        assert_eq!(run_dry(&mut schedule), [0, 1, 2, 3]);
+    }
+
+    #[test]
     fn newcomers_in_front_do_not_starve_a_read_behind_the_sweep() {
         let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
         let mib = u64::from(SLAB);
