@@ -56,6 +56,14 @@ pub const MAX_NAME_BYTES: usize = 1024;
 pub const MAX_DIMENSIONS: usize = 8;
 /// Slabs without which no expert can be served.
 pub const MIN_SLABS: usize = 1;
+/// Shortest measurement of a way of reading, in seconds.
+pub const SECONDS_MIN: f64 = 0.01;
+/// Longest one.
+pub const SECONDS_MAX: f64 = 600.0;
+/// Most measurements of one way of reading.
+pub const ROUNDS_MAX: usize = 1000;
+/// Slabs in flight that `bench-io` goes up to.
+pub const SWEEP_DEPTH_MAX: u64 = 16;
 
 const _: () = assert!(MAX_EXPERTS <= u16::MAX as usize + 1);
 const _: () = assert!(MAX_TOP_K <= MAX_EXPERTS);

@@ -36,10 +36,18 @@ const IO: &[(&str, &[&str])] = &[
     ("file", &["access", "block", "error", "limits", "sector"]),
     ("plan", &["access", "error", "file", "limits", "sector"]),
     ("device", &["access", "arena", "block", "error", "file", "limits", "plan", "pool", "sector"]),
+    ("measure", &["access", "arena", "device", "error", "file", "limits", "plan", "pool"]),
 ];
 
 /// Pure policy and plain data of `io`: no system call.
-const PURE: &[&str] = &["io/src/sector.rs", "io/src/plan.rs", "io/src/device/progress.rs", "io/src/device/schedule.rs"];
+const PURE: &[&str] = &[
+    "io/src/sector.rs",
+    "io/src/plan.rs",
+    "io/src/device/progress.rs",
+    "io/src/device/schedule.rs",
+    "io/src/measure/plan.rs",
+    "io/src/measure/summary.rs",
+];
 
 /// What the store may take from the kernels: the shapes of weights, no arithmetic.
 const STORE_FROM_KERNELS: &[&str] = &["WeightRef", "MatrixSpec"];
@@ -52,6 +60,7 @@ const UNSAFE: &[&str] = &[
     "io/src/device/ring.rs",
     "io/src/device/ring_setup.rs",
     "io/src/device/threads.rs",
+    "io/src/measure/host.rs",
     "io/src/pool.rs",
     "io/src/space.rs",
     "src/kernels/avx2/mod.rs",

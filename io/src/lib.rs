@@ -35,6 +35,7 @@ pub mod device;
 pub mod error;
 pub mod file;
 pub mod limits;
+pub mod measure;
 pub mod plan;
 pub mod pool;
 pub mod sector;

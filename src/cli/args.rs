@@ -12,7 +12,7 @@ use crate::checkpoint::container::GROUP_SIZES;
 use crate::checkpoint::convert::Width;
 use crate::engine::{Activations, AttentionForm, Depth, Dsa, Verify};
 use crate::kernels::Isa;
-use crate::limits::{MAX_CONTEXT, MAX_THREADS};
+use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
 use super::size;
 
@@ -36,6 +36,8 @@ pub enum Command {
     Convert(ConvertArgs),
     /// Whether a model will run here: files, machine and memory, as ok, warn, fail and skip lines.
     Doctor(DoctorArgs),
+    /// Measures which way of reading is best on this machine's drive: devices, modes, depths, request sizes, pages.
+    BenchIo(BenchIoArgs),
 }
 
 /// Flags of `run`.
@@ -203,6 +205,64 @@ pub struct DoctorArgs {
     /// Print one JSON object instead of lines
     #[arg(long)]
     pub json: bool,
+}
+
+/// Flags of `bench-io`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  millstream bench-io --quick
+  millstream bench-io -m /models/glm-5.2-int4 --fio --svg sweep.svg --json
+
+Without --file or -m it reads a scratch file, which it makes in --dir and which has no name: it is gone when the \
+program ends, however it ends. Nothing else is ever written to the drive. Files read through the page cache are dropped \
+from it before each measurement.
+Sizes: 500M, 20G and 16GiB count in 1024s, 16GB in 1000s.
+Exit codes: 0 done, 1 the work failed, 2 usage, 130 interrupted (what was measured is shown).")]
+pub struct BenchIoArgs {
+    /// Read this file
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "dir"])]
+    pub file: Option<PathBuf>,
+    /// Read the shards of the model in this directory
+    #[arg(short, long, value_name = "DIR", conflicts_with = "dir")]
+    pub model: Option<PathBuf>,
+    /// Make the scratch file here [default: the current directory]
+    #[arg(long, value_name = "DIR")]
+    pub dir: Option<PathBuf>,
+    /// Size of the scratch file, or of the part of each file that is read [default: a tenth of the free space, at most
+    /// 4G; the whole of a file]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub size: Option<u64>,
+    /// Bytes read as one [default: 19M, less where files are small]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub slab: Option<u64>,
+    /// Seconds of one measurement [default: 2, with --quick 1]
+    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = parse_seconds)]
+    pub secs: Option<f64>,
+    /// Measurements of each candidate [default: 5, with --quick 3]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_rounds)]
+    pub rounds: Option<usize>,
+    /// Try only what a recommendation needs: half a minute instead of several
+    #[arg(long)]
+    pub quick: bool,
+    /// Run fio in the same rounds, as the yardstick
+    #[arg(long)]
+    pub fio: bool,
+    /// Print one JSON object
+    #[arg(long, conflicts_with_all = ["md", "csv"])]
+    pub json: bool,
+    /// Print a Markdown table
+    #[arg(long, conflicts_with = "csv")]
+    pub md: bool,
+    /// Print comma-separated values
+    #[arg(long)]
+    pub csv: bool,
+    /// Draw the sweep into this file
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+    /// Print nothing but the result, and errors
+    #[arg(short, long)]
+    pub quiet: bool,
 }
 
 /// `--seed`.
@@ -380,6 +440,17 @@ fn parse_kernels(text: &str) -> Result<KernelChoice, String> {
     }
 }
 
+fn parse_seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (SECONDS_MIN..=SECONDS_MAX).contains(&seconds) => Ok(seconds),
+        _ => Err(format!("it must be a number from {SECONDS_MIN} to {SECONDS_MAX}")),
+    }
+}
+
+fn parse_rounds(text: &str) -> Result<usize, String> {
+    in_range(text, 1, ROUNDS_MAX)
+}
+
 fn in_range(text: &str, min: usize, max: usize) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if (min..=max).contains(&n) => Ok(n),
@@ -439,6 +510,16 @@ mod tests {
             &["convert", "a", "b", "--group", "17"],
             &["convert", "a"],
             &["convert", "a", "b", "--experts", "5"],
+            &["bench-io", "--json", "--md"],
+            &["bench-io", "--csv", "--md"],
+            &["bench-io", "--file", "a", "-m", "b"],
+            &["bench-io", "--file", "a", "--dir", "b"],
+            &["bench-io", "--secs", "0"],
+            &["bench-io", "--secs", "nan"],
+            &["bench-io", "--rounds", "0"],
+            &["bench-io", "--slab", "-1"],
+            &["bench-io", "--size", "much"],
+            &["bench-io", "--write"],
         ] {
             let arguments = ["millstream"].iter().chain(bad);
             let refused = Args::try_parse_from(arguments).expect_err("refused");

@@ -3,10 +3,14 @@
 //! Everything is read below a root directory, so that a test can describe another machine. Whatever cannot be read is
 //! unknown, never an error: a container may hide any of it.
 
+mod kernel;
+
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+pub use kernel::KernelFacts;
 
 /// Limits at or above this are the kernel's way of saying there is none.
 const UNLIMITED: u64 = 1 << 60;
@@ -95,6 +99,11 @@ impl Machine {
         let choices = read(&self.root.join("sys/kernel/mm/transparent_hugepage/enabled"));
         let chosen = choices.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
         chosen.map_or_else(|| "unknown".into(), |(chosen, _)| chosen.to_owned())
+    }
+
+    /// Where this machine's /proc and /sys are.
+    pub fn root(&self) -> &Path {
+        &self.root
     }
 
     /// Largest resident set this process has had, in bytes; 0 when unknown.

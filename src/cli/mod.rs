@@ -2,6 +2,7 @@
 //! ([`machine`], the only reader of environment and /proc), and how results look ([`render`]).
 
 pub mod args;
+mod bench_io;
 mod bundled;
 pub mod config;
 mod convert;
@@ -116,6 +117,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::Run(run_args) => run::run(run_args, &machine),
         args::Command::Convert(convert_args) => convert::convert(convert_args),
         args::Command::Doctor(doctor_args) => doctor::doctor(doctor_args, &machine),
+        args::Command::BenchIo(bench_args) => bench_io::bench_io(bench_args, &machine),
     };
     match result {
         Ok(Done::Whole) => ExitCode::SUCCESS,

@@ -278,7 +278,7 @@ impl Default for DeviceConfig {
 }
 
 impl DeviceConfig {
-    fn check(&self) -> Result<(), IoError> {
+    pub(crate) fn check(&self) -> Result<(), IoError> {
         let bad = |what: String| Err(IoError::BadRequest { what });
         if self.queue == 0 || self.queue > QUEUE_READS_MAX {
             return bad(format!("a queue of {} reads; 1 to {QUEUE_READS_MAX}", self.queue));

@@ -1,8 +1,8 @@
 //! One activation row against int8 and int4 with one scale per row: what decoding a token is made of.
 //!
-//! Memory is the limit here, and vectors of 256 bits come closer to it than those of 512: with one cache line of weights
-//! an iteration, loads do not run so far ahead that they reach memory before the hardware's prefetches. Two lines an
-//! iteration, several weight rows at once and software prefetches all measured slower.
+//! Memory is the limit here, and on Zen 4 vectors of 256 bits, one cache line of weights an iteration, came closer to it
+//! than those of 512; four lines an iteration, several weight rows at once and software prefetches all measured slower. The
+//! likely reason is that loads which run far ahead reach memory before the hardware's prefetches do.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
