@@ -96,10 +96,16 @@ impl EngineError {
     /// Whether the model's files are at fault, so that other copies of them would do.
     pub fn blames_files(&self) -> bool {
         match self {
-            EngineError::Checkpoint(_) | EngineError::Table(_) | EngineError::Sample(_) => true,
+            EngineError::Checkpoint(_) | EngineError::Table(_) | EngineError::Sample(_) | EngineError::Damaged(_) => {
+                true
+            }
             EngineError::Resident(e) => !matches!(e, ResidentError::Memory { .. }),
             EngineError::Forward(e) => {
-                matches!(e, ForwardError::NotFinite { .. } | ForwardError::Store(StoreError::Read { .. }))
+                matches!(
+                    e,
+                    ForwardError::NotFinite { .. }
+                        | ForwardError::Store(StoreError::Read { .. } | StoreError::Damaged(_))
+                )
             }
             _ => false,
         }
@@ -115,9 +121,6 @@ impl EngineError {
             | EngineError::Forward(ForwardError::Store(StoreError::Read { source: e, .. } | StoreError::Device(e))) => {
                 e.hint()
             }
-            EngineError::Damaged(_) | EngineError::Forward(ForwardError::Store(StoreError::Damaged(_))) => Some(
-                "`millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again".into(),
-            ),
             EngineError::TooSmall(e) if e.by_user => {
                 Some(format!("the smallest --ram that works is {}; a shorter context (-c) needs less", e.typed()))
             }
@@ -125,6 +128,9 @@ impl EngineError {
                 "free memory, or shorten the context with -c; the smallest --ram that works is {}",
                 e.typed()
             )),
+            EngineError::Damaged(_) | EngineError::Forward(ForwardError::Store(StoreError::Damaged(_))) => Some(
+                "`millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again".into(),
+            ),
             EngineError::NoIsa(_) => Some("leave --kernels out: the best one is found by itself".into()),
             EngineError::PromptTooLong { .. } => Some("raise -c, or shorten the prompt".into()),
             EngineError::NoIndexer => Some("leave --dsa out, or use a checkpoint that has `indexer` tensors".into()),

@@ -131,8 +131,8 @@ impl Report {
 pub fn doctor(args: &DoctorArgs, machine: &Machine) -> Result<Done, Failure> {
     let mut report = Report::new(args.json);
     let done = match settle(args, machine, &mut report) {
-        Some((dir, config)) => examine(args, machine, &dir, &config, &mut report)?,
-        None => Done::Whole,
+        Ok((dir, config)) => examine(args, machine, &dir, &config, &mut report)?,
+        Err(done) => done,
     };
     report.end();
     match &report.written {
@@ -143,33 +143,30 @@ pub fn doctor(args: &DoctorArgs, machine: &Machine) -> Result<Done, Failure> {
     Ok(if done == Done::Whole && report.worst() == Status::Fail { Done::Unwell } else { done })
 }
 
-/// The model's directory and the settings that `run` would have with no other flag.
-fn settle(args: &DoctorArgs, machine: &Machine, report: &mut Report) -> Option<(PathBuf, RunConfig)> {
+/// The model's directory and the settings that `run` would have with no other flag; where there are none, the report
+/// says why, and the command is done.
+fn settle(args: &DoctorArgs, machine: &Machine, report: &mut Report) -> Result<(PathBuf, RunConfig), Done> {
     let given = args.model.clone().or_else(|| machine.variable("MILLSTREAM_MODEL").map(PathBuf::from));
-    if let Some(dir) = given.filter(|dir| !dir.is_dir()) {
-        let what = if dir.exists() { "is not a directory" } else { "does not exist" };
-        let hint = "-m takes the directory that holds config.json and the shards".to_owned();
-        report.fail("directory", format!("{} {what}", dir.display()), Some(hint));
-        return None;
+    let mut refuse = |id, failure| {
+        report.failure(id, failure);
+        Done::Whole
+    };
+    if let Some(dir) = given {
+        config::check_model_dir(&dir, "-m").map_err(|failure| refuse("directory", failure))?;
     }
     let decided = config::decide(&run_args(args), machine);
-    let config = decided.map_err(|failure| report.failure("settings", failure)).ok()?;
+    let decided = decided.and_then(|config| config.check_memory(machine).map(|()| config));
+    let config = decided.map_err(|failure| refuse("settings", failure))?;
     let dir = match &config.model {
         ModelChoice::Dir(dir) => dir.clone(),
         ModelChoice::Bundled(source) => match bundled::container(source, machine, false) {
             Ok(Some(checkpoint)) => checkpoint.dir,
-            Ok(None) => {
-                report.skip("directory", "the conversion of the model was interrupted", None);
-                return None;
-            }
-            Err(failure) => {
-                report.failure("directory", failure);
-                return None;
-            }
+            Ok(None) => return Err(Done::Interrupted),
+            Err(failure) => return Err(refuse("directory", failure)),
         },
     };
     report.ok("directory", dir.display().to_string());
-    Some((dir, config))
+    Ok((dir, config))
 }
 
 /// What `run` would be started with. `millstream run` alone is a valid command line, with every flag at its default.
