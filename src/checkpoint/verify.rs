@@ -8,6 +8,7 @@ use super::Checkpoint;
 use super::container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
 use super::convert::layout::HASHES_KEY;
 use super::error::{CheckpointError, Result};
+use crate::limits::{CHECK_SLAB_BYTES_MAX, CHECKED_RUN_GAP_MAX};
 use millstream_io::{
     Completion, Device, FileId, FileSet, FileSpan, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait, layout,
 };
@@ -20,10 +21,6 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Most bytes between the tensors of a run, all together: what aligns the elements of up to six tensors.
-const RUN_GAP_BYTES_MAX: u64 = 64;
-/// Largest slab that [`check`] reads into. A longer run is hashed in parts.
-const SLAB_BYTES_MAX: usize = 8 << 20;
 /// Longest time without a word to the caller, who may want to stop.
 const PATIENCE: Duration = Duration::from_millis(200);
 
@@ -141,7 +138,7 @@ fn joined(spans: &[FileSpan], file: FileId) -> Option<FileSpan> {
     if bytes == 0 {
         return None;
     }
-    let together = spans.iter().all(|span| span.file == file) && end - begin <= bytes + RUN_GAP_BYTES_MAX;
+    let together = spans.iter().all(|span| span.file == file) && end - begin <= bytes + CHECKED_RUN_GAP_MAX;
     together.then_some(FileSpan { file, offset: begin, len: end - begin })
 }
 
@@ -214,7 +211,7 @@ pub struct Report {
 pub fn pool_for(runs: &[HashedRun], files: &FileSet, slabs: usize) -> std::result::Result<SlabPool, IoError> {
     let cover = 2 * u64::from(files.align());
     let longest = runs.iter().map(|run| run.span.len).max().unwrap_or(1) + cover;
-    let slab_bytes = (longest.next_multiple_of(cover) as usize).min(SLAB_BYTES_MAX);
+    let slab_bytes = (longest.next_multiple_of(cover) as usize).min(CHECK_SLAB_BYTES_MAX);
     let parts = runs.iter().map(|run| run.span.len.div_ceil(slab_bytes as u64)).sum::<u64>();
     SlabPool::new(slab_bytes, slabs.min(parts as usize).max(1))
 }

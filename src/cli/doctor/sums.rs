@@ -9,6 +9,7 @@ use serde_json::json;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::verify::{self, Checked, Damage, Fault, Manifest};
 use crate::engine::EngineConfig;
+use crate::limits::CHECK_WORKERS_MAX;
 
 use super::{Check, Report, Status};
 use crate::cli::machine::Machine;
@@ -17,8 +18,6 @@ use crate::cli::{Done, Failure, interrupt, render, size};
 const ID: &str = "checksums";
 /// Buffers of the check: enough for the device's depth and the threads that hash.
 const SLABS: usize = 16;
-/// Threads that hash. One is faster than one drive; several drives, or a slow processor, need more.
-const WORKERS_MAX: usize = 4;
 
 /// Checks every run of the container where `deep` asks for it.
 pub fn examine(
@@ -63,7 +62,7 @@ fn compare(
     let cancel = interrupt::watch()?;
     let began = Instant::now();
     let mut bar = render::Progress::new(false);
-    let workers = machine.cores.min(WORKERS_MAX);
+    let workers = machine.cores.min(CHECK_WORKERS_MAX);
     let config = DeviceConfig { kind: engine.device, ..DeviceConfig::default() };
     let mut show = |checked: Checked| bar.show(|| line(checked, began.elapsed().as_secs_f64()));
     let outcome = verify::pool_for(&manifest.runs, files, SLABS).and_then(|pool| {
