@@ -35,6 +35,15 @@ fn refused(error: &IoError) -> &'static str {
     }
 }
 
+/// What [`read_all`] reads: the start of the file, its end, and two places inside the first.
+fn wanted() -> [Vec<FileSpan>; 3] {
+    [
+        vec![span(0, 4095, 4 * MIB + 7777)],
+        vec![span(0, FILE_BYTES - 70_001, 70_001)],
+        vec![span(0, 10, 3), span(0, 2 * MIB - 1, 300_000)],
+    ]
+}
+
 /// Reads three slabs with odd borders, one of them more than the largest chunk, another up to the last byte of the file.
 fn read_all(
     cfg: &DeviceConfig,
@@ -47,11 +56,7 @@ fn read_all(
         assert!(error.hint().is_some(), "{context}: no hint for {error}");
         refused(&error)
     })?;
-    let wanted: [Vec<FileSpan>; 3] = [
-        vec![span(0, 4095, 4 * MIB + 7777)],
-        vec![span(0, FILE_BYTES - 70_001, 70_001)],
-        vec![span(0, 10, 3), span(0, 2 * MIB - 1, 300_000)],
-    ];
+    let wanted = wanted();
     let plans: Vec<_> = wanted.iter().map(|spans| plan_of(files, spans)).collect();
     for (tag, plan) in plans.iter().enumerate() {
         let mut slab = pool.take().unwrap();
@@ -185,6 +190,11 @@ fn what_stays_in_the_page_cache_is_what_the_mode_says() {
     let file = std::fs::File::open(&model.paths[0]).unwrap();
     let pool = SlabPool::new(SLAB_BYTES, 3).unwrap();
     let pages = FILE_BYTES.div_ceil(4096) as usize;
+    let mut touched = vec![false; pages];
+    for span in wanted().iter().flatten() {
+        touched[(span.offset / 4096) as usize..(span.offset + span.len).div_ceil(4096) as usize].fill(true);
+    }
+    let read = touched.iter().filter(|touched| **touched).count();
     let forget = || {
         // SAFETY: advice on an open descriptor.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
@@ -209,8 +219,9 @@ fn what_stays_in_the_page_cache_is_what_the_mode_says() {
         eprintln!("{mode}, {kind}: {left} of {pages} pages");
         match files.access(FileId(0)) {
             Access::Direct { .. } => assert_eq!(left, 0, "{mode}, {kind}"),
+            // What was read stays; whether its neighbours came along is the kernel's business.
             Access::Buffered { .. } | Access::SilentlyBuffered { .. } | Access::Mapped => {
-                assert_eq!(left, pages, "{mode}, {kind}");
+                assert!(left >= read, "{mode}, {kind}: {left} of the {read} pages that were read");
             }
             // Requests that overlap may each keep the other's page for a moment; nothing near the whole file.
             Access::DontCache | Access::Dropped => assert!(left <= pages / 8, "{mode}, {kind}: {left} of {pages}"),
