@@ -66,7 +66,7 @@ pub const ROUNDS_MAX: usize = 1000;
 pub const SWEEP_DEPTH_MAX: u64 = 16;
 /// Most bytes between the tensors of a run, all together: what aligns the elements of up to six tensors.
 pub const CHECKED_RUN_GAP_MAX: u64 = 64;
-/// Largest slab that [`check`] reads into. A longer run is hashed in parts.
+/// Largest slab that the check of checksums reads into. A longer run is hashed in parts.
 pub const CHECK_SLAB_BYTES_MAX: usize = 8 << 20;
 /// Threads that hash. One is faster than one drive; several drives, or a slow processor, need more.
 pub const CHECK_WORKERS_MAX: usize = 4;
