@@ -276,6 +276,8 @@ fn an_ordinary_user_without_a_home_or_a_network_converts_and_runs() {
     let first_use = |drop: bool| {
         let mut command = Command::new(&program);
         command.args(["run", "-p", "x", "-n", "1"]).env("XDG_CACHE_HOME", &cache).current_dir(own.path());
+        // Whoever runs this test may have the container in a cache of their own.
+        command.env("HOME", own.path()).env("TMPDIR", own.path());
         match drop {
             true => changed(command, drop_rights).unwrap(),
             false => command.output().unwrap(),
