@@ -29,7 +29,8 @@ fn millstream(arguments: &[&str]) -> Command {
     settings.for_each(|name| {
         command.env_remove(name);
     });
-    command.args(arguments).env("XDG_CACHE_HOME", cache()).stdin(Stdio::null());
+    // Nor any of the caches that the caller may have.
+    command.args(arguments).env("XDG_CACHE_HOME", cache()).env("TMPDIR", cache()).stdin(Stdio::null());
     command
 }
 

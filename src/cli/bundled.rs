@@ -157,12 +157,13 @@ impl Cache {
     }
 }
 
-/// `$XDG_CACHE_HOME/millstream`, `~/.cache/millstream`, and a directory of this user among the temporary files.
+/// `$XDG_CACHE_HOME/millstream`, where that is not set `~/.cache/millstream`, and a directory of this user among the
+/// temporary files.
 fn candidates(machine: &Machine) -> Vec<Cache> {
     let absolute = |name: &str| machine.variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let xdg = absolute("XDG_CACHE_HOME").map(|dir| dir.join("millstream"));
     let home = absolute("HOME").map(|dir| dir.join(".cache/millstream"));
-    let own = xdg.into_iter().chain(home).map(|dir| Cache { dir, shared: false });
+    let own = xdg.or(home).into_iter().map(|dir| Cache { dir, shared: false });
     let temporary = machine.temp.join(format!("millstream-{}", machine.uid));
     own.chain([Cache { dir: temporary, shared: true }]).collect()
 }
