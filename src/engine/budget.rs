@@ -64,7 +64,7 @@ pub struct Demand {
     pub reconstruction: u64,
     /// Scratch.
     pub activations: u64,
-    /// Distance between slabs; 0 for a model without routed experts.
+    /// Distance between slabs, above 0: every model has routed experts.
     pub slab: u64,
     /// Experts of the model: more slabs than this are of no use.
     pub experts: u64,
@@ -86,7 +86,7 @@ impl Budget {
         if total < least.fixed() + least.experts() {
             return Err(TooSmall { least, by_user: d.ram.is_some() });
         }
-        let slabs = (total - least.fixed()).checked_div(d.slab).map_or(0, |slabs| slabs.min(d.experts));
+        let slabs = ((total - least.fixed()) / d.slab).min(d.experts);
         Ok(Budget { slabs, ..least })
     }
 

@@ -38,7 +38,7 @@ use std::str::FromStr;
 pub use encode::{EncodeError, encode};
 pub use format::{FP8_BLOCK, Format, MatrixSpec, WeightRef};
 pub use matmul::{Input, matmul};
-pub use quantized::{MAX_COLS, Quantized};
+pub use quantized::Quantized;
 pub use team::Team;
 
 use quantized::{QuantRow, QuantRowMut};

@@ -384,7 +384,7 @@ fn integer_products_are_near_f64(k: &Kernels) {
 /// The largest sums there are: every product at its extreme, and as many columns as are allowed.
 fn no_integer_sum_overflows(k: &Kernels) {
     let team = Team::new(1);
-    let cols = MAX_COLS;
+    let cols = crate::limits::MAX_COLUMNS;
     let x = vec![1.0; cols];
     for (format, byte, level) in [
         (Format::Int8Row, 0x80, -128.0),

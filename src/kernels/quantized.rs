@@ -1,11 +1,7 @@
 //! Activations as int8, in the orders the integer kernels read them.
 
 use super::Kernels;
-
-/// Most columns of an integer matmul: `131,072 * 128 * 127` is the largest sum that can arise and fits an i32.
-pub const MAX_COLS: usize = 131_072;
-
-const _: () = assert!(MAX_COLS as i64 * 128 * 127 <= i32::MAX as i64);
+use crate::limits::MAX_COLUMNS;
 
 /// Columns are padded with zeros to a multiple of this, the columns of a 64-byte load of int2 weights.
 pub(super) const BLOCK: usize = 256;
@@ -87,10 +83,10 @@ impl Quantized {
     }
 
     /// Replaces the contents by `x`, `[rows, cols]`. Allocates only when the shape exceeds every earlier one. Panics when
-    /// `cols` exceeds [`MAX_COLS`].
+    /// `cols` exceeds [`MAX_COLUMNS`].
     pub fn quantize(&mut self, k: &Kernels, x: &[f32], rows: usize, cols: usize) {
         assert_eq!(x.len(), rows * cols, "activations to quantize");
-        assert!(cols <= MAX_COLS, "{cols} columns could overflow an i32 sum");
+        assert!(cols <= MAX_COLUMNS, "{cols} columns could overflow an i32 sum");
         self.reserve(rows, cols);
         (self.rows, self.cols) = (rows, cols);
         for i in 0..rows {
