@@ -11,7 +11,9 @@ pub mod plan;
 mod round;
 pub mod scratch;
 pub mod summary;
+mod witness;
 
 pub use plan::{Candidate, ChunkSize, Sweep, shuffled};
 pub use round::{Outcome, Target};
 pub use summary::{Recommendation, Round, Summary, is_cached, median, recommend, summarize};
+pub use witness::Witness;

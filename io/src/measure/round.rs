@@ -1,6 +1,5 @@
 //! One round of one candidate: slabs at shuffled places, as many in flight as the candidate says, for so long.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,12 +9,12 @@ use hdrhistogram::Histogram;
 use crate::access::IoMode;
 use crate::arena::{PageKind, Pages};
 use crate::device::{Device, DeviceReport, Priority, Read, RejectReason, Wait, open_device};
-use crate::error::{Errno, IoError};
+use crate::error::IoError;
 use crate::file::{FileId, FileSet};
-use crate::measure::disk::{BlockDevice, DiskCounters};
 use crate::measure::host;
 use crate::measure::plan::{Candidate, Walk};
 use crate::measure::summary::{Round, is_cached};
+use crate::measure::witness::Witness;
 use crate::plan::{FileSpan, layout};
 use crate::pool::SlabPool;
 
@@ -37,14 +36,12 @@ pub enum Outcome {
 pub struct Target {
     paths: Vec<PathBuf>,
     /// The same files once more, for looking at their pages.
-    watched: Vec<File>,
+    witness: Witness,
     places: Vec<FileSpan>,
     slab_bytes: u64,
     slabs: usize,
     /// One pool a kind of pages, made when first needed.
     pools: Vec<(Pages, SlabPool)>,
-    disk: Option<BlockDevice>,
-    root: PathBuf,
     /// One set a mode, opened when first needed.
     opened: Vec<(IoMode, Arc<FileSet>)>,
 }
@@ -73,21 +70,15 @@ impl Target {
         if places.is_empty() {
             return Err(IoError::BadRequest { what: format!("no file holds a slab of {slab_bytes} bytes") });
         }
-        let watched = paths.iter().map(|path| {
-            File::open(path)
-                .map_err(|error| IoError::Open { path: Arc::from(path.as_path()), errno: Errno::of(&error) })
-        });
-        let watched = watched.collect::<Result<Vec<_>, _>>()?;
+        let witness = Witness::open(paths, root)?;
         let pools = vec![(Pages::Auto, SlabPool::new(slab_bytes as usize, slabs)?)];
         Ok(Target {
             paths: paths.to_vec(),
-            watched,
+            witness,
             places,
             slab_bytes,
             slabs,
             pools,
-            disk: one_disk(paths, root),
-            root: root.to_owned(),
             opened: vec![(IoMode::Auto, files)],
         })
     }
@@ -116,14 +107,9 @@ impl Target {
         Ok(pool)
     }
 
-    /// The device all files are on, if it is one.
-    pub fn disk(&self) -> Option<&BlockDevice> {
-        self.disk.as_ref()
-    }
-
-    /// Pieces on disk of all files; `None` where a file system does not tell.
-    pub fn extents(&self) -> Option<u64> {
-        self.watched.iter().map(|file| host::extents(file).map(u64::from)).sum()
+    /// Looks at the files' pages and at the drive under them.
+    pub fn witness(&self) -> &Witness {
+        &self.witness
     }
 
     /// The files as `mode` opens them.
@@ -176,14 +162,14 @@ impl Target {
             if page_cache {
                 device = None;
             }
-            let resident = if page_cache { self.forget() } else { None };
+            let resident = if page_cache { self.witness.forget() } else { None };
             let device = match &mut device {
                 Some(device) => device,
                 none => none.insert(open_device(&config, Arc::clone(&files), &pool)?),
             };
             round.registered_bytes = device.describe().registered_bytes;
             let reads_max = if page_cache { walk.left() } else { usize::MAX };
-            let (before, cpu, start) = (self.counters(), host::cpu_seconds(), Instant::now());
+            let (before, cpu, start) = (self.witness.counters(), host::cpu_seconds(), Instant::now());
             let until = start + Duration::from_secs_f64(seconds - round.seconds);
             let mut pass =
                 Pass { depth: candidate.depth, target: self, files: &files, pool: &pool, round: &mut round, bytes: 0 };
@@ -194,7 +180,7 @@ impl Target {
             round.seconds += start.elapsed().as_secs_f64();
             round.cpu_seconds += host::cpu_seconds() - cpu;
             round.bytes += bytes;
-            let moved = before.and_then(|before| Some(self.counters()?.since(before)));
+            let moved = before.and_then(|before| Some(self.witness.counters()?.since(before)));
             round.cached |= is_cached(page_cache, resident, moved.map(|moved| moved.bytes), bytes);
             if let Some(moved) = moved {
                 *round.disk_bytes.get_or_insert(0) += moved.bytes;
@@ -205,17 +191,6 @@ impl Target {
             }
         }
         Ok(Outcome::Done(Box::new(round)))
-    }
-
-    fn counters(&self) -> Option<DiskCounters> {
-        self.disk.as_ref()?.counters(&self.root)
-    }
-
-    /// Has the page cache forget the files; the largest share of one that stayed all the same.
-    fn forget(&self) -> Option<f64> {
-        self.watched.iter().for_each(host::drop_pages);
-        let shares = self.watched.iter().map(host::resident_share);
-        shares.reduce(|a, b| Some(a?.max(b?)))?
     }
 }
 
@@ -308,12 +283,6 @@ impl Round {
             pages,
         })
     }
-}
-
-fn one_disk(paths: &[PathBuf], root: &Path) -> Option<BlockDevice> {
-    let mut disks = paths.iter().map(|path| BlockDevice::holding(path, root));
-    let first = disks.next()??;
-    disks.all(|disk| disk.as_ref() == Some(&first)).then_some(first)
 }
 
 #[cfg(test)]
