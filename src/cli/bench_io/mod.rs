@@ -1,11 +1,11 @@
 //! The `bench-io` command: which way of reading slabs is best on this drive, and how good that is.
 
 mod chart;
-mod facts;
+pub(super) mod facts;
 mod fio;
 mod json;
-mod measure;
-mod source;
+pub(super) mod measure;
+pub(super) mod source;
 mod svg;
 mod table;
 
@@ -120,7 +120,7 @@ fn show(args: &BenchIoArgs, report: &Report) -> Result<Done, Failure> {
 }
 
 /// Writes to stdout; `Some` where nobody reads it any more.
-fn print(text: &str) -> Result<Option<Done>, Failure> {
+pub(super) fn print(text: &str) -> Result<Option<Done>, Failure> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Ok(()) => Ok(None),
@@ -134,7 +134,7 @@ fn stopped(stop: &AtomicBool) -> bool {
 }
 
 /// Slabs in flight that memory allows.
-fn depth_max(available: u64, slab_bytes: u64) -> Result<u32, Failure> {
+pub(super) fn depth_max(available: u64, slab_bytes: u64) -> Result<u32, Failure> {
     let stride = millstream_io::SlabPool::stride_bytes(usize::try_from(slab_bytes).unwrap_or(usize::MAX / 2)) as u64;
     let slabs = available / MEMORY_SHARE / Pages::ALL.len() as u64 / stride;
     if slabs == 0 && available > 0 {
@@ -145,7 +145,7 @@ fn depth_max(available: u64, slab_bytes: u64) -> Result<u32, Failure> {
     Ok(if available == 0 { SWEEP_DEPTH_MAX } else { slabs.min(SWEEP_DEPTH_MAX) } as u32)
 }
 
-fn io_failure(error: &IoError) -> Failure {
+pub(super) fn io_failure(error: &IoError) -> Failure {
     let failure = match error {
         IoError::Open { .. } | IoError::NotAFile { .. } | IoError::BadRequest { .. } => {
             Failure { code: 2, ..Failure::of(error) }

@@ -50,9 +50,14 @@ impl Source {
         check_sizes(args)?;
         match (&args.file, &args.model) {
             (Some(file), _) => Source::of(vec![file.clone()], file, bytes_max).map(Some),
-            (None, Some(dir)) => Source::of(shards(dir)?, dir, bytes_max).map(Some),
+            (None, Some(dir)) => Source::model(dir, bytes_max).map(Some),
             (None, None) => Source::scratch(args, stop, progress),
         }
+    }
+
+    /// The first `bytes_max` bytes of each shard of the model in `dir`.
+    pub fn model(dir: &Path, bytes_max: u64) -> Result<Source, Failure> {
+        Source::of(shards(dir)?, dir, bytes_max)
     }
 
     fn of(paths: Vec<PathBuf>, named: &Path, bytes_max: u64) -> Result<Source, Failure> {
