@@ -214,6 +214,37 @@ fn cancelled_lookahead_comes_back_and_demand_stays() {
 }
 
 #[test]
+fn a_promoted_read_is_no_longer_cancelled_and_comes_back_once() {
+    let model = Model::new(&[8 * MIB]);
+    for_every_device(|kind, mode| {
+        let files = model.open(mode);
+        let pool = SlabPool::new(MIB as usize, 12).unwrap();
+        let cfg = DeviceConfig { depth_bytes: 1, chunk_bytes: Some(65536), ..DeviceConfig::default() };
+        let mut device = open(kind, &cfg, &files, &pool);
+        let plan = |tag: u64| plan_of(&files, &[span(0, tag * 65536, MIB)]);
+        for tag in 0..12 {
+            device.submit(lookahead(tag, &plan(tag)), pool.take().unwrap()).unwrap();
+        }
+        // Some of them may be under way or done already, and one does not exist.
+        for tag in [11, 0, 5, 5, 99] {
+            device.promote(tag);
+        }
+        assert!(device.cancel_lookahead() <= 9);
+        let mut done = reap_all(&mut *device);
+        done.sort_by_key(|done| done.tag);
+        assert_eq!(done.iter().map(|done| done.tag).collect::<Vec<_>>(), (0..12).collect::<Vec<_>>());
+        for done in &done {
+            if [0, 5, 11].contains(&done.tag) {
+                done.result.as_ref().unwrap();
+                check_bytes(&plan(done.tag), &[span(0, done.tag * 65536, MIB)], done.slab.bytes(), "promoted");
+            }
+        }
+        drop(done);
+        assert_eq!(pool.free(), 12);
+    });
+}
+
+#[test]
 fn a_file_cut_short_is_an_error_with_the_numbers_and_the_device_lives_on() {
     for_every_device(|kind, mode| {
         let model = Model::new(&[4 * MIB, MIB]);

@@ -112,6 +112,9 @@ impl Device for Watched {
     fn cancel_lookahead(&mut self) -> usize {
         self.device.cancel_lookahead()
     }
+    fn promote(&mut self, tag: u64) {
+        self.device.promote(tag);
+    }
     fn stats(&self) -> DeviceStats {
         self.device.stats()
     }
@@ -141,6 +144,7 @@ impl Device for DiesWithItsReads {
     fn cancel_lookahead(&mut self) -> usize {
         0
     }
+    fn promote(&mut self, _: u64) {}
     fn stats(&self) -> DeviceStats {
         DeviceStats::default()
     }

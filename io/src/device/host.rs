@@ -154,6 +154,13 @@ impl Device for Hosted {
         self.shared.lock().schedule.cancel_lookahead(now_ns)
     }
 
+    fn promote(&mut self, tag: u64) {
+        let mut state = self.shared.lock();
+        state.schedule.promote(tag);
+        // A demand may use depth that was closed to it before.
+        self.wake(state);
+    }
+
     fn stats(&self) -> DeviceStats {
         self.shared.lock().schedule.stats()
     }

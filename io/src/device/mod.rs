@@ -157,6 +157,9 @@ pub trait Device: Send {
     /// [`IoError::Cancelled`]. Returns how many.
     fn cancel_lookahead(&mut self) -> usize;
 
+    /// Makes a demand of the lookahead read called `tag`: somebody waits for it now. No effect where there is none.
+    fn promote(&mut self, tag: u64);
+
     /// Counters.
     fn stats(&self) -> DeviceStats;
 

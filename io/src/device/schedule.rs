@@ -64,7 +64,7 @@ pub(crate) struct Schedule {
     limits: Limits,
     slots: Vec<Option<Active>>,
     free_slots: Vec<u32>,
-    /// Reads nothing of which has been handed out, sorted.
+    /// Reads that are not being handed out, sorted. Nothing of a lookahead here has been handed out.
     waiting: Vec<Waiting>,
     /// The read being handed out, one for each priority.
     current: [Option<u32>; 2],
@@ -87,7 +87,7 @@ pub(crate) struct Schedule {
     clock_ns: u64,
 }
 
-/// A read that has not started, by the order in which reads are served.
+/// A read that waits for its turn, by the order in which reads are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Waiting {
     priority: Priority,
@@ -172,11 +172,7 @@ impl Schedule {
             bytes: 0,
             failure: None,
         });
-        let first = read.segments[0];
-        let place = (first.file, first.offset);
-        let newcomer = Waiting { priority: read.priority, place, submitted_ns: now_ns, slot };
-        let position = self.waiting.partition_point(|other| *other < newcomer);
-        self.waiting.insert(position, newcomer);
+        self.wait_in_line(slot);
         Ok(())
     }
 
@@ -200,9 +196,10 @@ impl Schedule {
         if let Some(position) = position {
             self.head = Some(self.waiting.remove(position).place);
             self.current[priority as usize] = Some(slot);
-            self.started += 1;
         }
         let active = self.slots[slot as usize].as_mut()?;
+        // One that was promoted while it was being handed out waits a second time.
+        self.started += usize::from(!active.started);
         active.started = true;
         let chunk = chunk_at(segment, active.inside, len);
         self.ops[op as usize] =
@@ -287,6 +284,26 @@ impl Schedule {
         count
     }
 
+    /// Makes a demand of the lookahead read called `tag`, where there is one: what of it has not been handed out goes
+    /// before every lookahead, in its turn among the demands.
+    pub fn promote(&mut self, tag: u64) {
+        let is_it = |active: &Active| active.read.tag == tag && active.read.priority == Priority::Lookahead;
+        let Some(slot) = self.slots.iter().position(|slot| slot.as_ref().is_some_and(is_it)) else { return };
+        let Some(active) = &mut self.slots[slot] else { return };
+        active.read.priority = Priority::Demand;
+        let slot = slot as u32;
+        let [demand, lookahead] = &mut self.current;
+        if lookahead.take_if(|current| *current == slot).is_some() {
+            match demand {
+                None => *demand = Some(slot),
+                Some(_) => self.wait_in_line(slot),
+            }
+        } else if let Some(position) = self.waiting.iter().position(|waiting| waiting.slot == slot) {
+            self.waiting.remove(position);
+            self.wait_in_line(slot);
+        }
+    }
+
     pub fn stats(&self) -> DeviceStats {
         self.stats
     }
@@ -350,6 +367,15 @@ impl Schedule {
             free_from = u64::from(at) + u64::from(len);
         }
         Ok(())
+    }
+
+    /// Puts a read where its turn is among those that wait.
+    fn wait_in_line(&mut self, slot: u32) {
+        let Some(Active { read, submitted_ns, .. }) = &self.slots[slot as usize] else { return };
+        let place = (read.segments[0].file, read.segments[0].offset);
+        let newcomer = Waiting { priority: read.priority, place, submitted_ns: *submitted_ns, slot };
+        let position = self.waiting.partition_point(|other| *other < newcomer);
+        self.waiting.insert(position, newcomer);
     }
 
     /// Whether the pause of `op` is over and depth allows its call.
@@ -439,6 +465,7 @@ impl Schedule {
         for current in &mut self.current {
             current.take_if(|current| *current == slot);
         }
+        self.waiting.retain(|waiting| waiting.slot != slot);
         let mut position = 0;
         while position < self.again.len() {
             let op = self.again[position];
@@ -578,6 +605,50 @@ mod tests {
         assert_eq!(run_dry(&mut schedule), [&five[..], &nine, &zero, &two].concat());
         let tags: Vec<u64> = std::iter::from_fn(|| schedule.take_ready()).map(|done| done.tag).collect();
         assert_eq!(tags, [2, 1, 0, 3]);
+    }
+
+    #[test]
+    fn a_promoted_read_goes_in_its_turn_among_the_demands_and_is_finished_once() {
+        let mib = u64::from(SLAB);
+        let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
+        let slab = || pool.take().unwrap();
+        // Being handed out when it is promoted, with a demand in between; queued; and never promoted.
+        schedule.admit(read(0, Priority::Lookahead, 0), slab(), 0).unwrap();
+        let first = schedule.next(0).unwrap();
+        schedule.admit(read(1, Priority::Demand, 7 * mib), slab(), 0).unwrap();
+        schedule.complete(first.op, CHUNK as i32, 0);
+        let second = schedule.next(0).unwrap();
+        assert_eq!(second.offset, 7 * mib);
+        for (tag, offset) in [(2, 9), (3, 2), (4, 3)] {
+            schedule.admit(read(tag, Priority::Lookahead, offset * mib), slab(), 0).unwrap();
+        }
+        for tag in [2, 0, 0, 1, 77] {
+            schedule.promote(tag);
+        }
+        assert_eq!(schedule.cancel_lookahead(0), 2);
+        schedule.complete(second.op, CHUNK as i32, 0);
+        assert_eq!(run_dry(&mut schedule), [29, 30, 31, 36, 37, 38, 39, 1, 2, 3]);
+        let done: Vec<_> = std::iter::from_fn(|| schedule.take_ready()).map(|done| (done.tag, done.result)).collect();
+        let cancelled = Err(IoError::Cancelled);
+        assert_eq!(done, [(4, cancelled.clone()), (3, cancelled), (1, Ok(())), (2, Ok(())), (0, Ok(()))]);
+        assert_eq!((schedule.in_flight(), schedule.started, schedule.stats().reads), (0, 0, 3));
+    }
+
+    #[test]
+    fn a_promoted_read_that_fails_while_it_waits_is_handed_out_no_more() {
+        let (mut schedule, pool, _file) = schedule(u64::from(CHUNK) * 2, 64);
+        schedule.admit(read(0, Priority::Lookahead, 0), pool.take().unwrap(), 0).unwrap();
+        let first = schedule.next(0).unwrap();
+        schedule.admit(read(1, Priority::Demand, 64 << 20), pool.take().unwrap(), 0).unwrap();
+        let other = schedule.next(0).unwrap();
+        schedule.promote(0);
+        schedule.complete(first.op, -libc::ENODEV, 0);
+        schedule.complete(other.op, CHUNK as i32, 0);
+        assert_eq!(run_dry(&mut schedule), [257, 258, 259]);
+        let failed = schedule.take_ready().unwrap();
+        assert!(failed.tag == 0 && failed.result.is_err());
+        assert!(schedule.take_ready().unwrap().result.is_ok());
+        assert_eq!((schedule.in_flight(), schedule.started, schedule.has_work()), (0, 0, false));
     }
 
     #[test]

@@ -300,6 +300,11 @@ impl Device for Sim {
         self.schedule.cancel_lookahead(self.clock_ns)
     }
 
+    fn promote(&mut self, tag: u64) {
+        self.schedule.promote(tag);
+        self.pump();
+    }
+
     fn stats(&self) -> DeviceStats {
         self.schedule.stats()
     }
