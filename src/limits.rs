@@ -1,5 +1,7 @@
 //! Every bound of the engine, related to each other by assertions the compiler checks.
 
+use std::time::Duration;
+
 /// Layers a model may have, the MTP layer included.
 pub const MAX_LAYERS: usize = 1024;
 /// Token ids are below this: the largest published vocabularies have about 260,000 entries.
@@ -54,6 +56,10 @@ pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 pub const MAX_NAME_BYTES: usize = 1024;
 /// Dimensions of a tensor.
 pub const MAX_DIMENSIONS: usize = 8;
+/// Of a wait for a read that is watched, so much at a time: how soon an interrupt is seen.
+pub const WAIT_STEP: Duration = Duration::from_millis(100);
+/// A drive that answers nothing for as long as this is reported.
+pub const HUNG_AFTER: Duration = Duration::from_secs(30);
 /// Slabs without which no expert can be served.
 pub const MIN_SLABS: usize = 1;
 /// Shortest measurement of a way of reading, in seconds.
@@ -71,6 +77,7 @@ pub const CHECK_SLAB_BYTES_MAX: usize = 8 << 20;
 /// Threads that hash. One is faster than one drive; several drives, or a slow processor, need more.
 pub const CHECK_WORKERS_MAX: usize = 4;
 
+const _: () = assert!(WAIT_STEP.as_nanos() < HUNG_AFTER.as_nanos());
 const _: () = assert!(MAX_EXPERTS <= u16::MAX as usize + 1);
 const _: () = assert!(MAX_TOP_K <= MAX_EXPERTS);
 const _: () = assert!(MAX_GROUPS <= MAX_EXPERTS);

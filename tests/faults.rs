@@ -8,12 +8,16 @@ mod engines;
 use std::error::Error;
 use std::fs::{self, OpenOptions};
 use std::io::{Seek, SeekFrom, Write};
+use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use engines::{Arithmetic, Model, Reader, Setup, config, greedy, has, has_ring, tales, tiny};
 use millstream::checkpoint::Checkpoint;
-use millstream::engine::{Activations, AttentionForm, Engine, EngineError};
+use millstream::engine::sampler::Sampling;
+use millstream::engine::{Activations, AttentionForm, Engine, EngineError, Finish, Job, Notice};
 use millstream::forward::ForwardError;
 use millstream::store::{ExpertKey, StoreError};
 use millstream_io::{FileSet, IoError, IoMode, ReadRange, SimConfig, SimFault, sim_device};
@@ -229,6 +233,41 @@ fn a_direct_read_that_is_refused_falls_back_once_with_the_same_tokens() {
     let error = greedy(&mut engine, &prompt, TOKENS).unwrap_err();
     assert!(matches!(read_error(&error).1, IoError::DirectRefused { .. }), "{}", chain(&error));
     assert_eq!(greedy(&mut engine, &prompt, TOKENS).unwrap(), want);
+}
+
+#[test]
+fn a_generation_outlasts_a_drive_that_hangs_or_is_ended_by_whoever_watches_and_the_next_is_right() {
+    let (want, prompt) = (expected(Model::Tiny), Model::Tiny.prompt(PROMPT));
+    let sim = SimConfig { script: vec![(9, SimFault::Stall(Duration::from_secs(50)))], ..SimConfig::calm(0) };
+    for gives_up in [false, true] {
+        let mut engine = simulated(Model::Tiny, &Setup { slabs: 4, ..Setup::default() }, &sim);
+        let (tell, told) = mpsc::channel();
+        engine.set_watch(Box::new(move |what| {
+            let hangs = matches!(what, Notice::Hung(_));
+            tell.send(what).unwrap();
+            if hangs && gives_up { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        }));
+        let job = Job { prompt: prompt.clone(), max_tokens: TOKENS, sampling: Sampling::greedy(), stop_ids: vec![] };
+        let generate = |engine: &mut Engine| {
+            engine.generate(&job, &AtomicBool::new(false), &mut |_| ControlFlow::Continue(())).unwrap()
+        };
+        let first = generate(&mut engine);
+        let hung: Vec<Notice> = told.try_iter().filter(|what| *what != Notice::Waiting).collect();
+        let Notice::Hung(read) = &hung[0] else { panic!("{hung:?}") };
+        assert!(read.file.ends_with("model.safetensors") && read.waited == Duration::from_secs(30), "{read:?}");
+        if gives_up {
+            assert_eq!((first.finish, first.ids.len(), hung.len()), (Finish::Interrupted, 0, 1));
+            let store = engine.store();
+            assert!(store.gave_up());
+            assert!(store.pool().free() + store.resting() < store.pool().slabs(), "the device keeps the slab");
+            // The rest of the 50 seconds passes first.
+            assert_eq!(generate(&mut engine).ids, want);
+        } else {
+            assert!(matches!(hung[1..], [Notice::Answered { .. }]), "{hung:?}");
+            assert_eq!((first.finish, first.ids), (Finish::Length, want.clone()));
+        }
+        assert_no_slab_is_lost(&engine);
+    }
 }
 
 /// A copy of the tiny model on a disk, which may be damaged.

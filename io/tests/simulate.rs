@@ -228,6 +228,26 @@ fn a_stalled_read_is_overtaken_and_still_arrives() {
 }
 
 #[test]
+fn a_bounded_wait_ends_when_its_time_is_up_and_the_stalled_read_is_there_when_its_own_is() {
+    let files = model().open(IoMode::Auto);
+    let pool = SlabPool::new(64 * KIB as usize, 1).unwrap();
+    let stall = Duration::from_secs(25);
+    let cfg = SimConfig { script: vec![(0, SimFault::Stall(stall))], ..SimConfig::calm(3) };
+    let mut device = sim_device(&cfg, Arc::clone(&files), &pool).unwrap();
+    let plan = plan_of(&files, &[span(0, 0, 64 * KIB)]);
+    device.submit(demand(0, &plan), pool.take().unwrap()).unwrap();
+    // Two waits of ten seconds end before 25, the third does not.
+    for _ in 0..2 {
+        assert!(device.reap(Wait::AtMost(Duration::from_secs(10))).unwrap().is_none());
+        assert_eq!((device.in_flight(), pool.free()), (1, 0));
+    }
+    let done = device.reap(Wait::AtMost(Duration::from_secs(10))).unwrap().unwrap();
+    assert!(done.result.is_ok());
+    assert_eq!(done.service, stall);
+    assert!(device.reap(Wait::AtMost(Duration::from_secs(10))).unwrap().is_none(), "nothing is in flight");
+}
+
+#[test]
 fn a_dead_device_hands_out_what_it_has_and_stays_dead() {
     let files = model().open(IoMode::Auto);
     let pool = SlabPool::new(64 * KIB as usize, 4).unwrap();

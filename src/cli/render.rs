@@ -31,6 +31,14 @@ pub fn note(quiet: bool, text: &str) {
     }
 }
 
+/// Writes a note in the middle of an answer: on a terminal below what was written of it.
+pub fn aside(quiet: bool, text: &str) {
+    if !quiet && std::io::stderr().is_terminal() {
+        stderr("\n");
+    }
+    note(quiet, text);
+}
+
 /// Progress of known length: one line that changes on a terminal, a line now and then elsewhere.
 pub struct Progress {
     quiet: bool,

@@ -1,13 +1,15 @@
 //! The `run` command: one generation.
 
 use std::io::Write;
+use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::checkpoint::{Arch, Checkpoint};
 use crate::engine::stats::Stats;
 use crate::engine::stop::StopMatcher;
-use crate::engine::{Engine, EngineError, Finish, Job, Outcome};
+use crate::engine::{Engine, EngineError, Finish, Job, Notice, Outcome, Watch};
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 
 use super::args::RunArgs;
@@ -59,6 +61,7 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     let mut printer =
         Printer::new(show, std::io::stdout().lock(), tokenizer.as_ref(), &job.stop_ids, stops, max_tokens);
     let interrupted = interrupt::watch()?;
+    engine.set_watch(watch_reads(interrupted.clone(), args.quiet));
     let outcome = generate(&mut engine, &job, &interrupted, &mut printer, args.quiet);
     printer.finish();
     if let Some(error) = printer.failed() {
@@ -78,6 +81,9 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     stats.stop_string = printer.stopped_by().map(str::to_owned);
     drop(printer);
     report(args, &stats, &config)?;
+    if engine.store().gave_up() {
+        leave(engine, args.quiet);
+    }
     Ok(if outcome.finish == Finish::Interrupted { Done::Interrupted } else { Done::Whole })
 }
 
@@ -144,6 +150,31 @@ fn generate<W: Write>(
         printer.token(id)
     };
     engine.generate(job, interrupted, &mut on_token)
+}
+
+/// Says that a drive hangs, and gives up once `interrupted` is raised.
+fn watch_reads(interrupted: Arc<AtomicBool>, quiet: bool) -> Watch {
+    Box::new(move |what| {
+        match what {
+            Notice::Waiting => {}
+            Notice::Hung(hung) => render::aside(quiet, &format!("{hung}; waiting goes on, Ctrl-C ends it")),
+            Notice::Answered { waited } => {
+                render::aside(quiet, &format!("the drive answered after {} s", waited.as_secs()));
+            }
+        }
+        match interrupted.load(Ordering::Relaxed) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    })
+}
+
+/// Leaves an engine to the end of the process. The kernel may still write to slabs of reads that the drive does not
+/// answer, so dropping it would wait for them.
+fn leave(engine: Engine, quiet: bool) {
+    let reads = engine.store().device().in_flight();
+    render::note(quiet, &format!("{reads} reads are left behind that the drive has not answered"));
+    std::mem::forget(engine);
 }
 
 fn engine_failure(error: EngineError) -> Failure {

@@ -8,6 +8,7 @@ use super::sampler::Sampling;
 use super::{Engine, EngineError};
 use crate::forward::{self, ForwardError, KvCache, Logits, Observe, Observed, Step};
 use crate::meter::Stage;
+use crate::store::StoreError;
 
 /// What to generate.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,7 +32,7 @@ pub enum Finish {
     Length,
     /// The callback ended it: a stop string.
     StopString,
-    /// The cancel flag was set.
+    /// The cancel flag was set, or the watch broke a wait.
     Interrupted,
 }
 
@@ -58,7 +59,7 @@ pub(super) struct Times {
 
 impl Engine {
     /// Generates from an empty context. `on_token` sees each token before the next is computed and may end the answer;
-    /// `cancel` is looked at before every layer.
+    /// `cancel` is looked at before every layer; what ends the wait for a read is [`Engine::set_watch`].
     pub fn generate(
         &mut self,
         job: &Job,
@@ -76,7 +77,9 @@ impl Engine {
         self.meter.lap(Stage::Other);
         self.times.tokens = ids.len();
         let finish = match result {
-            Err(EngineError::Forward(ForwardError::Cancelled)) => Finish::Interrupted,
+            Err(EngineError::Forward(ForwardError::Cancelled | ForwardError::Store(StoreError::GivenUp))) => {
+                Finish::Interrupted
+            }
             other => other?,
         };
         Ok(Outcome { ids, finish })

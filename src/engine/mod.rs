@@ -24,8 +24,8 @@ pub use crate::ops::Activations;
 use crate::ops::Compute;
 use crate::ops::room::Room;
 use crate::ops::rope::Rope;
-pub use crate::store::Verify;
 use crate::store::{ExpertStore, ExpertTable};
+pub use crate::store::{Hung, Notice, Verify, Watch};
 use budget::{Budget, Demand};
 pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory};
 pub use error::EngineError;
@@ -119,6 +119,13 @@ impl Engine {
     /// How memory would be divided, without loading anything. Fails as [`Engine::open`] would before it loads.
     pub fn plan(checkpoint: &Checkpoint, config: &EngineConfig) -> Result<Budget, EngineError> {
         Ok(Prepared::new(checkpoint, config)?.budget)
+    }
+
+    /// From now on tells `watch` of reads that a generation waits for. It can end the generation, as [`Finish::Interrupted`];
+    /// the reads stay in flight. The next generation waits for them, and so does dropping the engine: the kernel may
+    /// write to their slabs until it answers.
+    pub fn set_watch(&mut self, watch: Watch) {
+        self.experts.store.set_watch(watch, self.files.clone());
     }
 
     /// Lines worth printing once: what is off, how files are read, how memory is divided.

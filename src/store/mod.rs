@@ -12,17 +12,20 @@ mod lru;
 mod table;
 #[cfg(test)]
 mod tests;
+mod watch;
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millstream_io::{Completion, Device, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait};
+use millstream_io::{Completion, Device, FileSet, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait};
 use thiserror::Error;
 
 use crate::kernels::WeightRef;
 pub use checks::{Checks, Damaged, SAMPLE_ONE_IN, Verify};
 use lru::Lru;
 pub use table::{ExpertTable, TableError};
+pub use watch::{Hung, Notice, Watch};
 
 /// One routed expert of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -51,6 +54,9 @@ pub enum StoreError {
     /// The device itself failed; every later request fails too.
     #[error("the read device stopped working")]
     Device(#[source] IoError),
+    /// Whoever watches the store broke a wait; the store stays usable.
+    #[error("the wait for a read was given up")]
+    GivenUp,
 }
 
 /// What the store has done so far.
@@ -126,6 +132,10 @@ pub struct ExpertStore {
     awaited: usize,
     /// What the device died of. It may have taken slabs along, so no later request can be served to its end.
     dead: Option<IoError>,
+    /// The last request was given up, and `awaited` reads of it may still be under way.
+    given_up: bool,
+    /// Who is told of long waits, and the files to name.
+    watch: Option<(Watch, Arc<FileSet>)>,
     checks: Checks,
     stats: StoreStats,
 }
@@ -145,6 +155,8 @@ impl ExpertStore {
             ready: VecDeque::with_capacity(widest),
             awaited: 0,
             dead: None,
+            given_up: false,
+            watch: None,
             checks: Checks::off(),
             stats: StoreStats::default(),
             table,
@@ -186,13 +198,15 @@ impl ExpertStore {
     /// Begins serving `experts` (ascending, without repeats) of `layer`: hits become ready at once, the reads of misses
     /// are submitted together in file order, as far as slabs go.
     ///
-    /// The previous request must have been served to its end or have failed. Leases may still be held, but not of every
-    /// slab.
+    /// The previous request must have been served to its end or have failed; where it was given up, its reads are waited
+    /// for first. Leases may still be held, but not of every slab.
     pub fn request(&mut self, layer: usize, experts: &[u16]) -> Result<(), StoreError> {
         assert!(
-            self.missing.is_empty() && self.ready.is_empty() && self.awaited == 0,
+            self.missing.is_empty() && self.ready.is_empty() && (self.awaited == 0 || self.given_up),
             "a request is still being served"
         );
+        self.settle()?;
+        self.given_up = false;
         if let Some(dead) = &self.dead {
             return Err(StoreError::Device(dead.clone()));
         }
@@ -237,7 +251,7 @@ impl ExpertStore {
                 return Ok(None);
             }
             // A completion makes room in the device's queue, where that was what kept a read back.
-            if let Err(e) = self.reap(Wait::Block).and_then(|_| self.submit_missing()) {
+            if let Err(e) = self.wait().and_then(|()| self.submit_missing()) {
                 self.abandon();
                 return Err(e);
             }
@@ -276,18 +290,17 @@ impl ExpertStore {
     /// Drops the current request: nothing stays pinned. Reads under way finish and their experts stay cached.
     pub fn abandon(&mut self) {
         self.missing.clear();
+        self.unpin_ready();
+        if !self.given_up {
+            // A device that died is dead for the next request too; reads given up now are waited for by it.
+            let _ = self.settle();
+        }
+    }
+
+    fn unpin_ready(&mut self) {
         while let Some(slot) = self.ready.pop_front() {
             self.lru.unpin(slot);
         }
-        while self.awaited > 0 {
-            if let Err(StoreError::Device(_)) = self.reap(Wait::Block) {
-                break;
-            }
-            while let Some(slot) = self.ready.pop_front() {
-                self.lru.unpin(slot);
-            }
-        }
-        self.awaited = 0;
     }
 
     fn submit_missing(&mut self) -> Result<(), StoreError> {
@@ -335,7 +348,8 @@ impl ExpertStore {
         let done = match self.device.reap(wait) {
             Ok(Some(done)) => done,
             Ok(None) => {
-                assert!(wait == Wait::No || self.awaited == 0, "the device lost {} reads", self.awaited);
+                let lost = wait != Wait::No && self.device.in_flight() == 0;
+                assert!(!lost || self.awaited == 0, "the device lost {} reads", self.awaited);
                 return Ok(false);
             }
             Err(e) => return Err(self.died(e)),

@@ -1,5 +1,9 @@
 //! The store over a real file and a simulated device, and over devices that misbehave on purpose.
 
+// Declared as a test file, for the scanner of tests/tidy.rs.
+#[cfg(test)]
+mod hung;
+
 use std::collections::VecDeque;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -430,6 +434,7 @@ proptest! {
                 }
                 Err(StoreError::Device(e)) => prop_assert!(false, "the device lives: {e}"),
                 Err(StoreError::Damaged(e)) => prop_assert!(false, "nothing is checked: {e}"),
+                Err(StoreError::GivenUp) => prop_assert!(false, "nobody watches"),
             }
             assert_no_slab_is_lost(&store);
         }

@@ -216,11 +216,43 @@ impl Sim {
         from + self.random.below(to.saturating_sub(from))
     }
 
+    /// A caller that polls sees time pass too: one event a call, or [`POLL`] where the next one is further away.
+    fn pass_a_poll(&mut self) {
+        let until_ns = self.clock_ns.saturating_add(POLL.as_nanos() as u64);
+        match self.next_event_ns() {
+            _ if self.schedule.has_ready() => {}
+            Some(at) if at > until_ns => self.clock_ns = until_ns,
+            _ => drop(self.step()),
+        }
+    }
+
+    /// When the next thing happens.
+    fn next_event_ns(&self) -> Option<u64> {
+        self.next_pending().map(|next| self.pending[next].due_ns).or(self.schedule.next_retry_ns())
+    }
+
+    /// Lets things happen until a read is finished or the clock shows `until_ns`, as it does for a wait in vain.
+    fn run_until(&mut self, until_ns: u64) {
+        while !self.schedule.has_ready() {
+            match self.next_event_ns() {
+                Some(at) if at <= until_ns => drop(self.step()),
+                Some(_) => {
+                    self.clock_ns = until_ns;
+                    return;
+                }
+                None => return,
+            }
+        }
+    }
+
+    /// The call that is answered next.
+    fn next_pending(&self) -> Option<usize> {
+        (0..self.pending.len()).min_by_key(|index| (self.pending[*index].due_ns, self.pending[*index].number))
+    }
+
     /// Lets the next thing happen: a result, or the end of a pause. `false` where nothing is left to happen.
     fn step(&mut self) -> bool {
-        let next =
-            (0..self.pending.len()).min_by_key(|index| (self.pending[*index].due_ns, self.pending[*index].number));
-        let Some(next) = next else {
+        let Some(next) = self.next_pending() else {
             return match self.schedule.next_retry_ns() {
                 Some(at) => {
                     self.clock_ns = self.clock_ns.max(at);
@@ -275,16 +307,11 @@ impl Device for Sim {
     }
 
     fn reap(&mut self, wait: Wait) -> Result<Option<Completion>, IoError> {
-        // A caller that polls sees time pass too, one event a call.
-        if !self.schedule.has_ready() {
-            self.step();
+        match wait {
+            Wait::No => self.pass_a_poll(),
+            Wait::Block => while !self.schedule.has_ready() && self.step() {},
+            Wait::AtMost(limit) => self.run_until(self.clock_ns.saturating_add(limit.as_nanos() as u64)),
         }
-        let until_ns = match wait {
-            Wait::No => self.clock_ns,
-            Wait::Block => u64::MAX,
-            Wait::AtMost(limit) => self.clock_ns.saturating_add(limit.as_nanos() as u64),
-        };
-        while self.clock_ns < until_ns && !self.schedule.has_ready() && self.step() {}
         match (self.schedule.take_ready(), &self.dead) {
             (Some(done), _) => Ok(Some(done)),
             (None, Some(dead)) => Err(dead.clone()),
@@ -322,6 +349,8 @@ impl Drop for Sim {
     }
 }
 
+/// Time that passes between two looks of a caller that polls, at most.
+const POLL: Duration = Duration::from_secs(1);
 const RUBBISH: u8 = 0xA5;
 
 /// Steele, Lea and Flood's SplitMix64.
