@@ -10,7 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
+};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -316,6 +318,48 @@ fn where_io_uring_is_denied_threads_are_measured_and_the_reason_is_given() {
     assert!(!results.is_empty() && results.iter().all(|result| result["device"] != "uring"), "{results:?}");
     let unavailable = report["unavailable"].as_array().unwrap();
     assert!(unavailable.iter().any(|one| one["candidate"].as_str().unwrap().starts_with("uring")), "{unavailable:?}");
+}
+
+#[test]
+fn a_way_of_reading_that_fails_is_reported_and_the_others_are_measured() {
+    // Whole slabs by `pread` meet a broken drive, and nothing else does: not the reads that look at a file first, not
+    // `preadv2` of the mode dontcache, the copies from a mapping or the ring.
+    let whole = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, SLAB).unwrap();
+    let rules = [(libc::SYS_pread64, vec![SeccompRule::new(vec![whole]).unwrap()])].into();
+    let broken = SeccompAction::Errno(libc::EIO as u32);
+    let arch = TargetArch::try_from(std::env::consts::ARCH).unwrap();
+    let filter: BpfProgram = SeccompFilter::new(rules, SeccompAction::Allow, broken, arch).unwrap().try_into().unwrap();
+    let dir = disk_dir();
+    let file = file_in(&dir);
+    let run = |json: bool| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+        command.args(["bench-io", "--slab", "512K", "--secs", "0.02", "--rounds", "2", "-q", "--file"]).arg(&file);
+        command.args(json.then_some("--json")).stdin(Stdio::null());
+        let filter = filter.clone();
+        // SAFETY: the closure only makes the one system call that applies a filter made before the fork.
+        unsafe {
+            command.pre_exec(move || seccompiler::apply_filter(&filter).map_err(io::Error::other));
+        }
+        command.output().unwrap()
+    };
+    let output = run(true);
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let failed = report["failed"].as_array().unwrap();
+    for candidate in ["threads buffered depth 1 chunk auto", "threads buffered depth 8 chunk auto"] {
+        let found = failed.iter().find(|one| one["candidate"] == candidate);
+        let reason =
+            found.unwrap_or_else(|| panic!("{candidate} did not fail: {failed:?}"))["reason"].as_str().unwrap();
+        for word in ["EIO", "524288", file.to_str().unwrap()] {
+            assert!(reason.contains(word), "no {word} in {reason}");
+        }
+    }
+    let results = report["results"].as_array().unwrap();
+    assert!(results.iter().all(|result| result["device"] != "threads" || result["mode"] == "dontcache"), "{results:?}");
+    assert!(results.iter().any(|result| result["device"] == "mmap" && result["rounds"] == 2), "{results:?}");
+    let text = run(false);
+    assert_eq!(text.status.code(), Some(1));
+    assert!(stdout(&text).contains("failed: threads") && stdout(&text).contains("recommended: "), "{}", stdout(&text));
 }
 
 #[test]

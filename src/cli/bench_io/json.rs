@@ -34,6 +34,8 @@ pub fn text(report: &Report) -> String {
         "results": report.results.iter().map(result).collect::<Vec<_>>(),
         "unavailable": report.unavailable.iter()
             .map(|(candidate, reason)| json!({ "candidate": candidate, "reason": reason })).collect::<Vec<_>>(),
+        "failed": report.failed.iter()
+            .map(|(candidate, reason)| json!({ "candidate": candidate, "reason": reason })).collect::<Vec<_>>(),
         "fio": fio(&report.fio),
         "fio_note": report.fio_note,
         "best": best,
@@ -134,9 +136,7 @@ fn fio(all: &[FioSummary]) -> Value {
 }
 
 fn recommended(report: &Report) -> Value {
-    let Some(found) = &report.recommendation else {
-        return json!({ "reason": "memory served every figure here, so none of them is the drive's" });
-    };
+    let Some(found) = &report.recommendation else { return json!({ "reason": report.why_nothing() }) };
     let Summary { candidate, pages, registered, .. } = &report.results[found.take];
     let mut settings = Map::new();
     settings.insert("device".into(), candidate.device.to_string().into());

@@ -28,6 +28,8 @@ pub struct Measured {
     pub results: Vec<Summary>,
     /// Candidates that could not be had, and why.
     pub unavailable: Vec<(String, String)>,
+    /// Candidates whose reads failed, and why. What they measured before counts for nothing.
+    pub failed: Vec<(String, String)>,
     /// fio, its fastest settings first.
     pub fio: Vec<FioSummary>,
     /// Why there is no figure of fio's, or what is wrong with them.
@@ -40,6 +42,7 @@ pub struct Measured {
 enum State {
     Measured(Vec<Round>),
     Unavailable(String),
+    Failed(String),
 }
 
 /// Measures everything, a candidate a time.
@@ -94,16 +97,16 @@ pub fn measure(
         }
     }
     progress.end();
-    let mut unavailable = Vec::new();
-    let mut results = Vec::new();
+    let (mut results, mut unavailable, mut failed) = (Vec::new(), Vec::new(), Vec::new());
     for (candidate, state) in plan.candidates.iter().zip(states) {
         match state {
             State::Measured(rounds) => results.extend(summarize(*candidate, &rounds)),
             State::Unavailable(why) => unavailable.push((candidate.to_string(), why)),
+            State::Failed(why) => failed.push((candidate.to_string(), why)),
         }
     }
     let fio = fio::summaries(&plan.fio, &fio_rounds);
-    Ok(Measured { results, unavailable, fio, fio_note, interrupted })
+    Ok(Measured { results, unavailable, failed, fio, fio_note, interrupted })
 }
 
 /// One measurement of one candidate; `false` when the user stopped it.
@@ -126,7 +129,13 @@ fn one(
             *state = State::Unavailable(error.to_string());
             Ok(true)
         }
-        Err(error) => Err(io_failure(&error)),
+        // No candidate is to blame for a wrong request.
+        Err(error @ IoError::BadRequest { .. }) => Err(io_failure(&error)),
+        Err(error) => {
+            let hint = error.hint().map(|hint| format!("; {hint}")).unwrap_or_default();
+            *state = State::Failed(format!("{error}{hint}"));
+            Ok(true)
+        }
     }
 }
 

@@ -33,6 +33,8 @@ pub struct Report {
     results: Vec<Summary>,
     /// Candidates that could not be had, and why.
     unavailable: Vec<(String, String)>,
+    /// Candidates whose reads failed, and why.
+    failed: Vec<(String, String)>,
     /// The yardstick: its best depth first.
     fio: Vec<FioSummary>,
     fio_note: Option<String>,
@@ -45,6 +47,15 @@ impl Report {
     fn ratio_to_fio(&self) -> Option<f64> {
         let best = &self.results[self.recommendation.as_ref()?.best];
         Some(best.gb_s / self.fio.first()?.gb_s)
+    }
+
+    /// Why nothing is recommended, where that is so.
+    fn why_nothing(&self) -> &'static str {
+        match (self.results.is_empty(), self.failed.is_empty()) {
+            (false, _) => "memory served every figure here, so none of them is the drive's",
+            (true, false) => "every read failed",
+            (true, true) => "nothing was measured",
+        }
     }
 }
 
@@ -90,6 +101,7 @@ pub fn bench_io(args: &BenchIoArgs, machine: &Machine) -> Result<Done, Failure> 
         facts,
         results: measured.results,
         unavailable: source::named(&source, measured.unavailable),
+        failed: source::named(&source, measured.failed),
         fio: measured.fio,
         fio_note: measured.fio_note,
         interrupted: measured.interrupted,
@@ -115,6 +127,7 @@ fn show(args: &BenchIoArgs, report: &Report) -> Result<Done, Failure> {
     Ok(match closed {
         Some(done) => done,
         None if report.interrupted => Done::Interrupted,
+        None if !report.failed.is_empty() => Done::Unwell,
         None => Done::Whole,
     })
 }

@@ -132,12 +132,13 @@ pub fn csv(report: &Report) -> String {
 /// The recommendation with its reason, the ratio to fio, and what is missing.
 pub fn verdict(report: &Report) -> String {
     let mut text = String::new();
-    let mut reasons: Vec<&str> = report.unavailable.iter().map(|(_, why)| why.as_str()).collect();
-    reasons.dedup();
-    for why in reasons {
-        let whose =
-            report.unavailable.iter().filter(|(_, other)| other == why).map(|(candidate, _)| candidate.as_str());
-        let _ = writeln!(text, "not measured: {}: {why}", whose.collect::<Vec<_>>().join(", "));
+    for (word, candidates) in [("not measured", &report.unavailable), ("failed", &report.failed)] {
+        let mut reasons: Vec<&str> = candidates.iter().map(|(_, why)| why.as_str()).collect();
+        reasons.dedup();
+        for why in reasons {
+            let whose = candidates.iter().filter(|(_, other)| other == why).map(|(candidate, _)| candidate.as_str());
+            let _ = writeln!(text, "{word}: {}: {why}", whose.collect::<Vec<_>>().join(", "));
+        }
     }
     if let Some(note) = &report.fio_note {
         let _ = writeln!(text, "fio: {note}");
@@ -146,7 +147,9 @@ pub fn verdict(report: &Report) -> String {
         text += "CACHED: memory served some of it, so the figure is not the drive's\n";
     }
     match &report.recommendation {
-        None => text += "recommended: nothing: memory served every figure here, so none of them is the drive's\n",
+        None => {
+            let _ = writeln!(text, "recommended: nothing: {}", report.why_nothing());
+        }
         Some(found) => {
             let best = &report.results[found.best];
             let _ = writeln!(text, "best: {}, {:.2} GB/s", best.candidate, best.gb_s);
