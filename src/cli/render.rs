@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::io::{IsTerminal, Write as _};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -75,25 +76,34 @@ impl Progress {
 
 /// Says every few seconds what is being waited for, until dropped.
 pub struct Waiting {
+    what: Arc<Mutex<String>>,
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Waiting {
     /// Begins to wait for `what`.
-    pub fn begin(what: &'static str, quiet: bool) -> Waiting {
+    pub fn begin(what: &str, quiet: bool) -> Waiting {
+        let what = Arc::new(Mutex::new(what.to_owned()));
         if quiet {
-            return Waiting { stop: None, thread: None };
+            return Waiting { what, stop: None, thread: None };
         }
         let (stop, stopped) = mpsc::channel();
         let begun = Instant::now();
+        let said = Arc::clone(&what);
         let thread = std::thread::Builder::new().name("waiting".into()).spawn(move || {
             while stopped.recv_timeout(SILENCE) == Err(RecvTimeoutError::Timeout) {
+                let what = said.lock().unwrap_or_else(PoisonError::into_inner).clone();
                 stderr(&format!("{what}: {:.0} s so far\n", begun.elapsed().as_secs_f64()));
             }
         });
         // Without the thread there is silence, nothing worse.
-        Waiting { stop: Some(stop), thread: thread.ok() }
+        Waiting { what, stop: Some(stop), thread: thread.ok() }
+    }
+
+    /// From here on it is `what` that is being waited for.
+    pub fn say(&self, what: String) {
+        *self.what.lock().unwrap_or_else(PoisonError::into_inner) = what;
     }
 }
 
