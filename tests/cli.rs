@@ -30,7 +30,8 @@ fn millstream(arguments: &[&str]) -> Command {
         command.env_remove(name);
     });
     // Nor any of the caches that the caller may have.
-    command.args(arguments).env("XDG_CACHE_HOME", cache()).env("TMPDIR", cache()).stdin(Stdio::null());
+    command.args(arguments).env("XDG_CACHE_HOME", cache()).env("TMPDIR", cache());
+    command.env("XDG_STATE_HOME", cache()).stdin(Stdio::null());
     command
 }
 
