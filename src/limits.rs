@@ -44,6 +44,8 @@ pub const MAX_PROMPT_BYTES: u64 = 256 << 20;
 pub const MAX_SMALL_FILE_BYTES: u64 = 64 << 20;
 /// Bytes of a `tokenizer.json` that is read: several times the largest published one.
 pub const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+/// Bytes of a tuning profile that is read: fifty times what one has.
+pub const MAX_PROFILE_BYTES: u64 = 64 << 10;
 /// Bytes of a chat template that is read: a hundred times the largest published one.
 pub const MAX_TEMPLATE_BYTES: u64 = 4 << 20;
 /// Instructions a chat template may execute: a published one uses a few hundred for each message.
@@ -70,6 +72,10 @@ pub const SECONDS_MAX: f64 = 600.0;
 pub const ROUNDS_MAX: usize = 1000;
 /// Slabs in flight that `bench-io` goes up to.
 pub const SWEEP_DEPTH_MAX: u64 = 16;
+/// Ways of reading that `tune` tries in generations, besides the defaults.
+pub const CHALLENGERS_MAX: usize = 4;
+/// Most tokens of a generation of `tune`.
+pub const TRIAL_TOKENS_MAX: usize = 256;
 /// Most bytes between the tensors of a run, all together: what aligns the elements of up to six tensors.
 pub const CHECKED_RUN_GAP_MAX: u64 = 64;
 /// Largest slab that the check of checksums reads into. A longer run is hashed in parts.

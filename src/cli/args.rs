@@ -15,6 +15,7 @@ use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
 use super::size;
+use super::tune::TuneArgs;
 
 /// Runs Mixture-of-Experts models far bigger than memory by streaming their experts from NVMe.
 #[derive(Debug, Parser)]
@@ -38,6 +39,8 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Measures which way of reading is best on this machine's drive: devices, modes, depths, request sizes, pages.
     BenchIo(BenchIoArgs),
+    /// Finds the way of reading with which this model generates fastest on this machine, and keeps it for run.
+    Tune(TuneArgs),
 }
 
 /// Flags of `run`.
@@ -119,6 +122,10 @@ pub struct RunArgs {
     /// Largest single request: whole (an expert), a multiple of 64K up to 1G, or auto [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = parse_chunk)]
     pub chunk: Option<Chunk>,
+    /// Where this machine was tuned for the model (millstream tune), use what was found for --io, --device, --depth and
+    /// --chunk, unless they are given: auto or off [default: auto]
+    #[arg(long, value_name = "WHEN", value_parser = |text: &str| TUNING.parse(text))]
+    pub tuning: Option<bool>,
     /// Instruction set: auto, scalar, avx2 or avx512 [default: auto]
     #[arg(long, value_name = "SET", value_parser = parse_kernels)]
     pub kernels: Option<KernelChoice>,
@@ -265,6 +272,14 @@ pub struct BenchIoArgs {
     pub quiet: bool,
 }
 
+/// `millstream run` alone: every flag at its default.
+pub fn plain_run() -> RunArgs {
+    match Args::try_parse_from(["millstream", "run"]).map(|args| args.command) {
+        Ok(Command::Run(run)) => *run,
+        other => unreachable!("`millstream run` was read as {other:?}"),
+    }
+}
+
 /// `--seed`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seed {
@@ -345,6 +360,9 @@ pub const ATTENTION: Choices<AttentionForm> = Choices(&[
 ]);
 /// `--dsa`.
 pub const DSA: Choices<Dsa> = Choices(&[("auto", Dsa::Auto), ("on", Dsa::On), ("off", Dsa::Off)]);
+
+/// `--tuning`.
+pub const TUNING: Choices<bool> = Choices(&[("auto", true), ("off", false)]);
 
 /// `--verify`.
 pub const VERIFY: Choices<Verify> = Choices(&[("off", Verify::Off), ("sample", Verify::Sample), ("all", Verify::All)]);
@@ -440,7 +458,8 @@ fn parse_kernels(text: &str) -> Result<KernelChoice, String> {
     }
 }
 
-fn parse_seconds(text: &str) -> Result<f64, String> {
+/// Reads `--secs`.
+pub fn parse_seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(seconds) if (SECONDS_MIN..=SECONDS_MAX).contains(&seconds) => Ok(seconds),
         _ => Err(format!("it must be a number from {SECONDS_MIN} to {SECONDS_MAX}")),
@@ -520,6 +539,10 @@ mod tests {
             &["bench-io", "--slab", "-1"],
             &["bench-io", "--size", "much"],
             &["bench-io", "--write"],
+            &["tune", "--secs", "0"],
+            &["tune", "--threads", "0"],
+            &["tune", "--io", "direct"],
+            &["run", "--tuning", "maybe"],
         ] {
             let arguments = ["millstream"].iter().chain(bad);
             let refused = Args::try_parse_from(arguments).expect_err("refused");

@@ -182,7 +182,8 @@ fn cache_dir(machine: &Machine) -> Result<PathBuf, Failure> {
         .hint("set XDG_CACHE_HOME to a directory that can be written, or name a model with -m DIR"))
 }
 
-fn make_writable(dir: &Path, mode: u32) -> std::io::Result<()> {
+/// Makes `dir` and tries whether files can be made in it.
+pub(super) fn make_writable(dir: &Path, mode: u32) -> std::io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(dir)?;
     let probe = dir.join(format!(".probe-{}", std::process::id()));
     fs::write(&probe, b"")?;

@@ -14,6 +14,8 @@ use crate::kernels::Isa;
 use super::Failure;
 use super::args::{self, Chunk, KernelChoice, Ram, RunArgs, Seed};
 use super::machine::Machine;
+use super::reading::{Asked, Reading};
+use super::tuning::{Lookup, Profile};
 
 /// Tokens generated when `-n` is not given.
 pub const MAX_TOKENS_DEFAULT: usize = 512;
@@ -76,22 +78,16 @@ pub struct RunConfig {
     pub threads: usize,
     /// Bytes of memory asked for; none takes what is available.
     pub ram: Option<u64>,
+    /// Whether what was found out by tuning counts.
+    pub tuning: bool,
     available: u64,
     reading: Reading,
+    asked: Asked,
     isa: Option<Isa>,
     activations: Activations,
     attention: AttentionForm,
     dsa: Dsa,
     verify: Verify,
-}
-
-/// How files are read.
-#[derive(Clone, Copy, Debug)]
-struct Reading {
-    io: IoMode,
-    device: DeviceKind,
-    depth: Depth,
-    chunk_bytes: Option<u32>,
 }
 
 /// Decides everything that does not depend on the model. Refuses what cannot work, before any file is read.
@@ -129,7 +125,9 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     let default_threads = (machine.cores, "cores this process may use");
     let threads = settings.pick("threads", args.threads, machine, args::parse_threads, default_threads)?;
     let ram = settings.pick("ram", args.ram, machine, args::parse_ram, (Ram::Auto, &machine.memory.source))?;
-    let reading = decide_reading(args, machine, &mut settings)?;
+    let (reading, asked) = decide_reading(args, machine, &mut settings)?;
+    let tuning = args.tuning.unwrap_or(true);
+    settings.add("tuning", args::TUNING.name(tuning), flag_or_default(&args.tuning));
     let kernels = args.kernels.unwrap_or(KernelChoice::Auto);
     settings.add("kernels", kernels.to_string(), flag_or_default(&args.kernels));
     let activations = args.activations.unwrap_or(Activations::Int8);
@@ -155,7 +153,9 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
             Ram::Bytes(bytes) => Some(bytes),
         },
         available: machine.memory.available,
+        tuning,
         reading,
+        asked,
         isa: match kernels {
             KernelChoice::Auto => None,
             KernelChoice::Isa(isa) => Some(isa),
@@ -170,11 +170,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
 impl RunConfig {
     /// What the engine needs, for a context of `context` tokens.
     pub fn engine(&self, context: usize) -> EngineConfig {
-        EngineConfig {
-            io: self.reading.io,
-            device: self.reading.device,
-            depth: self.reading.depth,
-            chunk_bytes: self.reading.chunk_bytes,
+        self.reading.configure(EngineConfig {
             memory: Memory::Total(self.ram),
             threads: self.threads,
             context: Some(context),
@@ -185,6 +181,37 @@ impl RunConfig {
             verify: self.verify,
             verify_seed: self.sampling.seed,
             ..EngineConfig::new(self.available)
+        })
+    }
+
+    /// Takes from a tuning profile what was not asked for. Returns the line that names the profile.
+    pub fn tune(&mut self, found: Lookup) -> Option<String> {
+        let profile = match found {
+            Lookup::None => return None,
+            Lookup::Unusable(why) => return Some(why),
+            Lookup::Found(profile) => *profile,
+        };
+        let Profile { date, reading: best, .. } = profile;
+        let before = self.reading;
+        self.reading = before.tuned(self.asked, best);
+        self.set("tuning", date.clone(), "tuning profile of this machine and model");
+        let mut taken = Vec::new();
+        for ((name, was), (_, now)) in before.texts().into_iter().zip(self.reading.texts()) {
+            if was != now {
+                taken.push(format!("--{name} {now}"));
+                self.set(name, now.parse::<u64>().map_or_else(|_| Json::from(now), Json::from), "tuning profile");
+            }
+        }
+        Some(match (best == Reading::DEFAULT, taken.is_empty()) {
+            (true, _) => format!("the tune of {date} found that the defaults are best here"),
+            (false, true) => format!("the tune of {date} found {best}, in place of which stands what was asked for"),
+            (false, false) => format!("settings from the tune of {date}: {}", taken.join(" ")),
+        })
+    }
+
+    fn set(&mut self, name: &str, value: impl Into<Json>, origin: &str) {
+        if let Some(setting) = self.settings.iter_mut().find(|setting| setting.name == name) {
+            (setting.value, setting.origin) = (value.into(), origin.to_owned());
         }
     }
 
@@ -291,7 +318,7 @@ pub fn check_model_dir(dir: &Path, flag: &str) -> Result<(), Failure> {
     }
 }
 
-fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> Result<Reading, Failure> {
+fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> Result<(Reading, Asked), Failure> {
     let io = settings.pick("io", args.io, machine, str::parse, (IoMode::Auto, "default"))?;
     let device = settings.pick("device", args.device, machine, str::parse, (DeviceKind::Auto, "default"))?;
     settle(io, device).map_err(|error| Failure { hint: error.hint(), ..Failure::usage(error.to_string()) })?;
@@ -309,7 +336,13 @@ fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) ->
         Chunk::Bytes(bytes) => Json::from(bytes),
     };
     settings.add("chunk", shown, flag_or_default(&args.chunk));
-    Ok(Reading { io, device, depth, chunk_bytes: chunk.bytes() })
+    let asked = Asked {
+        io: args.io.is_some() || machine.variable("MILLSTREAM_IO").is_some(),
+        device: args.device.is_some() || machine.variable("MILLSTREAM_DEVICE").is_some(),
+        depth: args.depth.is_some(),
+        chunk: args.chunk.is_some(),
+    };
+    Ok((Reading { io, device, depth, chunk }, asked))
 }
 
 fn decide_sampling(args: &RunArgs, settings: &mut Settings) -> Result<Sampling, Failure> {

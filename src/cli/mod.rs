@@ -12,9 +12,12 @@ pub mod machine;
 mod notes;
 mod printer;
 mod prompt;
+pub mod reading;
 pub mod render;
 mod run;
 pub mod size;
+mod tune;
+mod tuning;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -118,6 +121,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::Convert(convert_args) => convert::convert(convert_args),
         args::Command::Doctor(doctor_args) => doctor::doctor(doctor_args, &machine),
         args::Command::BenchIo(bench_args) => bench_io::bench_io(bench_args, &machine),
+        args::Command::Tune(tune_args) => tune::tune(tune_args, &machine),
     };
     match result {
         Ok(Done::Whole) => ExitCode::SUCCESS,

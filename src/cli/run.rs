@@ -16,7 +16,7 @@ use super::args::RunArgs;
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
-use super::{Done, Failure, bundled, interrupt, notes, prompt, render, size};
+use super::{Done, Failure, bundled, interrupt, notes, prompt, render, size, tuning};
 
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
@@ -34,6 +34,11 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
             None => return Ok(Done::Interrupted),
         },
     };
+    if config.tuning
+        && let Some(line) = config.tune(tuning::find(machine, &checkpoint))
+    {
+        render::note(args.quiet, &line);
+    }
     let dir = checkpoint.dir.clone();
     let files = Files { dir: &dir, cached: matches!(config.model, ModelChoice::Bundled(_)) };
     let longest = checkpoint.arch.max_context;

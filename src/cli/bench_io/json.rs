@@ -154,7 +154,7 @@ fn recommended(report: &Report) -> Value {
 }
 
 /// Four significant digits: more would be noise.
-fn short(value: f64) -> f64 {
+pub fn short(value: f64) -> f64 {
     format!("{value:.3e}").parse().unwrap_or(value)
 }
 

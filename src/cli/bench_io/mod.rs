@@ -3,7 +3,7 @@
 mod chart;
 pub(super) mod facts;
 mod fio;
-mod json;
+pub(super) mod json;
 pub(super) mod measure;
 pub(super) mod source;
 mod svg;

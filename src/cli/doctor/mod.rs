@@ -4,18 +4,18 @@ mod host;
 mod model;
 mod sums;
 
-use std::ffi::OsString;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use clap::Parser;
 use serde_json::{Value as Json, json};
 
+use crate::checkpoint::Checkpoint;
 use crate::engine::config::DEFAULT_CONTEXT;
 
-use super::args::{Args, Command, DoctorArgs, RunArgs};
+use super::args::{DoctorArgs, RunArgs, plain_run};
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
+use super::tuning::{self, Lookup};
 use super::{Done, Failure, bundled};
 
 /// How a check ended.
@@ -154,7 +154,7 @@ fn settle(args: &DoctorArgs, machine: &Machine, report: &mut Report) -> Result<(
     if let Some(dir) = given {
         config::check_model_dir(&dir, "-m").map_err(|failure| refuse("directory", failure))?;
     }
-    let decided = config::decide(&run_args(args), machine);
+    let decided = config::decide(&RunArgs { model: args.model.clone(), ..plain_run() }, machine);
     let decided = decided.and_then(|config| config.check_memory(machine).map(|()| config));
     let config = decided.map_err(|failure| refuse("settings", failure))?;
     let dir = match &config.model {
@@ -169,15 +169,6 @@ fn settle(args: &DoctorArgs, machine: &Machine, report: &mut Report) -> Result<(
     Ok((dir, config))
 }
 
-/// What `run` would be started with. `millstream run` alone is a valid command line, with every flag at its default.
-fn run_args(args: &DoctorArgs) -> RunArgs {
-    let typed = ["millstream", "run"].map(OsString::from);
-    match Args::try_parse_from(typed).map(|args| args.command) {
-        Ok(Command::Run(run)) => RunArgs { model: args.model.clone(), ..*run },
-        other => unreachable!("`millstream run` was read as {other:?}"),
-    }
-}
-
 fn examine(
     args: &DoctorArgs,
     machine: &Machine,
@@ -187,12 +178,14 @@ fn examine(
 ) -> Result<Done, Failure> {
     let checkpoint = model::examine(dir, report);
     let Some(checkpoint) = checkpoint else {
-        for id in ["files", "io_uring", "memory", "checksums"] {
+        for id in ["tuning", "files", "io_uring", "memory", "checksums"] {
             report.skip(id, "needs a model without faults", None);
         }
         host::pages(machine, report);
         return Ok(Done::Whole);
     };
+    let mut config = config.clone();
+    tuning(machine, &checkpoint, &mut config, report);
     let context = checkpoint.arch.max_context.min(DEFAULT_CONTEXT);
     let engine = config.engine(context);
     host::pages(machine, report);
@@ -205,4 +198,16 @@ fn examine(
     };
     host::ring(&files, &engine, report);
     sums::examine(args.deep, machine, &checkpoint, &files, &engine, report)
+}
+
+/// What was found out about reading this model here; `run` takes its settings, and so does the rest of the report.
+fn tuning(machine: &Machine, checkpoint: &Checkpoint, config: &mut RunConfig, report: &mut Report) {
+    match tuning::find(machine, checkpoint) {
+        Lookup::None => {
+            let hint = "millstream tune measures which settings are best here".to_owned();
+            report.skip("tuning", "no profile of this machine and model", Some(hint));
+        }
+        Lookup::Unusable(why) => report.warn("tuning", why, "the defaults are used"),
+        found @ Lookup::Found(_) => report.ok("tuning", config.tune(found).unwrap_or_default()),
+    }
 }
