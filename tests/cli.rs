@@ -239,7 +239,7 @@ fn an_interrupted_conversion_says_so_and_goes_on() {
     if output.status.code() == Some(130) {
         let said = stderr(&output);
         assert!(said.ends_with("interrupted; the same command continues\n") && !said.contains("error"), "{said}");
-        refused(&run(&["-p", "x", "-m", other.to_str().unwrap()]), 1, &["did not finish"]);
+        refused(&run(&["-p", "x", "-m", other.to_str().unwrap()]), 1, &["not written to its end"]);
     } else {
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     }
@@ -571,7 +571,7 @@ fn convert_writes_what_run_reads() {
     assert_eq!(json["model"]["formats"], serde_json::json!(["f32", "int8"]));
     // The same directory with other parameters is refused, with both sets.
     let other = millstream(&["convert", source.to_str().unwrap(), &container, "--experts", "4"]).output().unwrap();
-    refused(&other, 1, &["a finished conversion", "there `experts=8`, asked now `experts=4`"]);
+    refused(&other, 1, &["a finished container", "there `experts=8`, asked now `experts=4`"]);
     refused(
         &millstream(&["convert", "/no/such/dir", &container]).output().unwrap(),
         2,

@@ -32,8 +32,8 @@ pub enum CheckpointError {
         /// Model directory.
         dir: PathBuf,
     },
-    /// A conversion into this directory has not finished.
-    #[error("{} is the destination of a conversion that did not finish", dir.display())]
+    /// Writing into this directory has not finished.
+    #[error("{} holds a model that was not written to its end", dir.display())]
     Unfinished {
         /// Model directory.
         dir: PathBuf,
@@ -158,8 +158,18 @@ pub enum CheckpointError {
         /// What was asked.
         found: String,
     },
+    /// The options of a synthetic model contradict each other.
+    #[error("cannot make this model: {what}: expected {expected}, found {found}")]
+    SynthOptions {
+        /// Which option.
+        what: &'static str,
+        /// What would work.
+        expected: String,
+        /// What was asked.
+        found: String,
+    },
     /// The destination was begun with other parameters, or from another source.
-    #[error("{} holds {} conversion made with other parameters: there `{found}`, asked now `{wanted}`", dir.display(), if *finished { "a finished" } else { "an unfinished" })]
+    #[error("{} holds {} container made with other parameters: there `{found}`, asked now `{wanted}`", dir.display(), if *finished { "a finished" } else { "an unfinished" })]
     ConvertDiffers {
         /// Destination directory.
         dir: PathBuf,
@@ -170,20 +180,20 @@ pub enum CheckpointError {
         /// Whether what is there is whole.
         finished: bool,
     },
-    /// The conversion was asked to end.
-    #[error("the conversion into {} was interrupted", dir.display())]
+    /// The writing was asked to end.
+    #[error("writing into {} was interrupted", dir.display())]
     Interrupted {
         /// Destination directory.
         dir: PathBuf,
     },
-    /// Another conversion is writing into the destination.
-    #[error("another conversion is writing into {}", dir.display())]
+    /// Somebody else is writing into the destination.
+    #[error("another process is writing into {}", dir.display())]
     ConvertBusy {
         /// Destination directory.
         dir: PathBuf,
     },
-    /// The destination holds something this conversion did not write.
-    #[error("{} already holds {}, which this conversion did not write", dir.display(), file.display())]
+    /// The destination holds something that is not of this writing.
+    #[error("{} already holds {}, which this command did not write", dir.display(), file.display())]
     ConvertOccupied {
         /// Destination directory.
         dir: PathBuf,
@@ -191,7 +201,7 @@ pub enum CheckpointError {
         file: PathBuf,
     },
     /// The destination's file system has too little room.
-    #[error("{} has {available} bytes free; the conversion needs {needed} more", dir.display())]
+    #[error("{} has {available} bytes free; {needed} more are needed", dir.display())]
     NoSpace {
         /// Destination directory.
         dir: PathBuf,
@@ -213,7 +223,7 @@ impl CheckpointError {
             CheckpointError::SmallFilesMissing { .. } => {
                 "copy the small JSON files of the same checkpoint beside the shards"
             }
-            CheckpointError::Unfinished { .. } => "run the same convert command again: it continues where it stopped",
+            CheckpointError::Unfinished { .. } => "run the command that wrote it again: it continues where it stopped",
             CheckpointError::Config { field, found, .. } => config_hint(field, found),
             CheckpointError::Header { .. } => {
                 "the shard is damaged or incomplete: fetch it again and compare its checksum"
@@ -233,7 +243,9 @@ impl CheckpointError {
                 "fetch the shard that holds the scales; raw codes without scales are never used as weights"
             }
             CheckpointError::NotFinite { .. } => "the source shard is damaged: fetch it again",
-            CheckpointError::ConvertOptions { .. } => "change the option named above",
+            CheckpointError::ConvertOptions { .. } | CheckpointError::SynthOptions { .. } => {
+                "change the option named above"
+            }
             CheckpointError::ConvertDiffers { finished: true, .. } => "give another destination, or remove this one",
             CheckpointError::ConvertDiffers { .. } => {
                 "give the parameters it was begun with to continue it, or another destination"
@@ -253,7 +265,7 @@ fn io_hint(action: &str, kind: io::ErrorKind) -> &'static str {
     };
     let writes = ["create", "write", "rename", "sync", "remove", "lock"].contains(&action);
     match kind {
-        StorageFull | QuotaExceeded => "free space and run the same command again: finished shards are kept",
+        StorageFull | QuotaExceeded => "free space and run the same command again",
         ReadOnlyFilesystem => "the file system is mounted read-only: give another destination",
         PermissionDenied if writes => {
             "permission: this user may not write there; give another destination, or change who may"

@@ -3,6 +3,7 @@
 use super::arch::{Arch, MlpKind};
 use super::container::MatrixSource;
 use super::error::Result;
+use super::required;
 use super::tensors::TensorMap;
 
 /// The three matrices of one expert.
@@ -54,21 +55,10 @@ impl ExpertIndex {
     }
 }
 
-/// The vendor's name of an expert's matrix; `part` is `gate`, `up` or `down`.
-pub(crate) fn expert_name(layer: usize, expert: usize, part: &str) -> String {
-    format!("model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight")
-}
-
 fn layer_experts(arch: &Arch, tensors: &TensorMap, layer: usize) -> Result<Vec<ExpertSource>> {
-    let (hidden, width) = (arch.hidden, arch.moe.width);
-    let matrix = |expert, part, rows, cols| tensors.matrix(&expert_name(layer, expert, part), rows, cols);
-    (0..arch.moe.experts)
-        .map(|expert| {
-            Ok(ExpertSource {
-                gate: matrix(expert, "gate", width, hidden)?,
-                up: matrix(expert, "up", width, hidden)?,
-                down: matrix(expert, "down", hidden, width)?,
-            })
-        })
-        .collect()
+    let source = |expert| {
+        let [gate, up, down] = required::expert(arch, layer, expert);
+        Ok(ExpertSource { gate: gate.source(tensors)?, up: up.source(tensors)?, down: down.source(tensors)? })
+    };
+    (0..arch.moe.experts).map(source).collect()
 }

@@ -14,6 +14,7 @@ mod index;
 pub mod required;
 pub mod tensors;
 pub mod verify;
+pub mod write;
 
 pub use arch::Arch;
 pub use container::MatrixSource;
@@ -31,7 +32,7 @@ use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Left in a directory while a conversion into it is not finished.
+/// Left in a directory while writing into it is not finished.
 pub(crate) const UNFINISHED_NAME: &str = ".millstream-convert.json";
 /// Small files without which the shards are of no use.
 const SMALL_FILES: [&str; 2] = ["config.json", "tokenizer.json"];
@@ -130,7 +131,7 @@ pub(crate) fn bad_headers(dir: &Path) -> Result<Vec<CheckpointError>> {
     Ok(shards.iter().filter_map(|path| header::read(path, millstream_io::FileId(0)).err()).collect())
 }
 
-/// A conversion's destination is no model before the conversion is done, even if all that is there is whole.
+/// What is being written is no model before it is done, even if all that is there is whole.
 pub(crate) fn refuse_unfinished(dir: &Path) -> Result<()> {
     match is_there(&dir.join(UNFINISHED_NAME))? {
         true => Err(CheckpointError::Unfinished { dir: dir.to_owned() }),

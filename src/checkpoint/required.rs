@@ -1,9 +1,10 @@
-//! The tensors a model needs besides its routed experts, as data.
+//! The tensors a model needs, as data.
 
 use super::arch::{Arch, IndexerKind, LayerArch, MlpKind};
+use super::container::MatrixSource;
 use super::error::Result;
-use super::tensors::TensorMap;
-use crate::kernels::Format;
+use super::tensors::{Dtype, TensorMap};
+use crate::kernels::{Format, MatrixSpec};
 
 /// Shape of a required tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +20,24 @@ pub enum Shape {
     },
 }
 
+impl Shape {
+    /// Where the tensor of this name and shape lies and how to read it; a vector is a matrix of one row.
+    pub(crate) fn source(self, name: &str, tensors: &TensorMap) -> Result<MatrixSource> {
+        let len = match self {
+            Shape::Matrix { rows, cols } => return tensors.matrix(name, rows, cols),
+            Shape::Vector(len) => len,
+        };
+        let info = tensors.vector(name, len)?;
+        let format = match info.dtype {
+            Dtype::Bf16 => Format::Bf16,
+            Dtype::F16 => Format::F16,
+            _ => Format::F32,
+        };
+        let spec = MatrixSpec { format, rows: 1, cols: len };
+        Ok(MatrixSource { spec, data: info.span(), scales: None })
+    }
+}
+
 /// What a tensor is for, which decides its precision in a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -30,7 +49,9 @@ pub enum Role {
     Dense,
     /// The sparse-attention indexer.
     Indexer,
-    /// The MTP layer's own matrices, shared experts included.
+    /// Routed experts of the decoder layers.
+    Expert,
+    /// The MTP layer's own matrices, its experts included.
     Mtp,
 }
 
@@ -51,9 +72,14 @@ impl Required {
     /// Checks that the tensor exists with this shape and a format that can be read; returns the format of a matrix.
     pub fn check(&self, tensors: &TensorMap) -> Result<Option<Format>> {
         match self.shape {
-            Shape::Vector(len) => tensors.vector(&self.name, len).map(|_| None),
-            Shape::Matrix { rows, cols } => tensors.matrix(&self.name, rows, cols).map(|found| Some(found.spec.format)),
+            Shape::Vector(_) => self.source(tensors).map(|_| None),
+            Shape::Matrix { .. } => self.source(tensors).map(|found| Some(found.spec.format)),
         }
+    }
+
+    /// Where the tensor lies and how to read it; a vector is a matrix of one row.
+    pub(crate) fn source(&self, tensors: &TensorMap) -> Result<MatrixSource> {
+        self.shape.source(&self.name, tensors)
     }
 }
 
@@ -97,6 +123,18 @@ pub(crate) fn mtp_optional(arch: &Arch) -> Vec<Required> {
     list.matrix("embed_tokens.weight", (arch.vocab, arch.hidden), Role::Io);
     list.matrix("shared_head.head.weight", (arch.vocab, arch.hidden), Role::Io);
     list.tensors
+}
+
+/// The matrices of a routed expert in the order of a slab: gate, up, down.
+pub(crate) fn expert(arch: &Arch, layer: usize, expert: usize) -> [Required; 3] {
+    let (hidden, width) = (arch.hidden, arch.moe.width);
+    let role = if layer == arch.layers.len() { Role::Mtp } else { Role::Expert };
+    [("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)].map(|(part, rows, cols)| Required {
+        name: format!("model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"),
+        shape: Shape::Matrix { rows, cols },
+        role,
+        layer: Some(layer),
+    })
 }
 
 fn decoder_layer(list: &mut List, arch: &Arch, layer: usize, kind: &LayerArch, role: Role) {

@@ -6,8 +6,8 @@
 
 use super::Checkpoint;
 use super::container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
-use super::convert::layout::HASHES_KEY;
 use super::error::{CheckpointError, Result};
+use super::write::layout::HASHES_KEY;
 use crate::limits::{CHECK_SLAB_BYTES_MAX, CHECKED_RUN_GAP_MAX};
 use millstream_io::{
     Completion, Device, FileId, FileSet, FileSpan, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait, layout,

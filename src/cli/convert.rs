@@ -16,7 +16,7 @@ pub fn convert(args: &ConvertArgs) -> Result<Done, Failure> {
     let start = Instant::now();
     let mut bar = render::Progress::new(args.quiet);
     let mut show = |progress: Progress| match progress {
-        Progress::Plan { lines, shards, bytes } => {
+        Progress::Plan { lines, shards, bytes, .. } => {
             lines.iter().for_each(|line| render::note(args.quiet, line));
             render::note(args.quiet, &format!("{} in {shards} shards", size::show(bytes)));
         }

@@ -3,11 +3,10 @@
 use crate::checkpoint::container::GROUP_SIZES;
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::required::Role;
+use crate::checkpoint::write::Cancel;
 use crate::kernels::Format;
 use std::fmt;
 use std::str::FromStr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Bits of a stored weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,24 +45,6 @@ impl FromStr for Width {
         }
     }
 }
-
-/// Ends a conversion from outside: between two writes it looks whether the flag is up.
-#[derive(Clone, Debug)]
-pub struct Cancel(pub Arc<AtomicBool>);
-
-impl Cancel {
-    pub(crate) fn raised(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
-impl PartialEq for Cancel {
-    fn eq(&self, other: &Cancel) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-}
-
-impl Eq for Cancel {}
 
 /// Precision of each kind of weight in the container. Norms, biases and the router are always F32.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -137,7 +118,7 @@ impl ConvertOptions {
     }
 
     /// The format for a weight of this role, `cols` wide and stored as `source`.
-    pub(crate) fn target(&self, role: Role, experts: bool, cols: usize, source: Format) -> Format {
+    pub(crate) fn target(&self, role: Role, cols: usize, source: Format) -> Format {
         if self.repack {
             return source;
         }
@@ -146,7 +127,7 @@ impl ConvertOptions {
             Role::Io => self.io_bits,
             Role::Indexer => self.indexer,
             Role::Mtp => self.mtp,
-            Role::Dense if experts => self.experts,
+            Role::Expert => self.experts,
             Role::Dense => self.dense,
         };
         match (width, self.group) {

@@ -1,12 +1,13 @@
-//! Where a converted shard puts its tensors, and the header that says so. Pure arithmetic on names and sizes.
+//! Where a shard puts its tensors, and the header that says so. Pure arithmetic on names and sizes.
 //!
 //! A run is what is read at once: an expert's weights and then its scales, or one dense matrix with its scales. Expert
 //! runs begin on sectors, the first of a shard on a huge page, so that a direct read of a run moves nothing else.
 
-use crate::checkpoint::container::{FP8_SCALES_SUFFIX, MatrixSource, SCALES_SUFFIX, stamp_name};
+use crate::checkpoint::container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX, stamp_name};
 use crate::checkpoint::header::STAMP_KEY;
+use crate::checkpoint::required::Shape;
 use crate::checkpoint::tensors::{Dtype, PAD_PREFIX};
-use crate::kernels::Format;
+use crate::kernels::{Format, MatrixSpec};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
@@ -16,54 +17,67 @@ pub const RUN_ALIGN: u64 = 4096;
 pub const EXPERTS_ALIGN: u64 = 2 << 20;
 /// Metadata key of the layout's version.
 pub(crate) const VERSION_KEY: &str = "millstream.version";
-/// Metadata key of the identity of the source: a hash over its configuration, headers and some of its weights.
+/// Metadata key of what the weights come from; of a conversion, a hash over the source's configuration, headers and some
+/// of its weights.
 pub(crate) const SOURCE_KEY: &str = "millstream.source";
-/// Metadata key of the conversion's parameters.
+/// Metadata key of the parameters they were written with.
 pub(crate) const PARAMETERS_KEY: &str = "millstream.parameters";
 /// Metadata key of the hashes of all runs: a JSON map from a run's name to 16 hexadecimal digits of XXH3-64 over its
 /// bytes in the file.
 pub const HASHES_KEY: &str = "millstream.xxh3";
 const VERSION: &str = "1";
+/// What the names of shards begin with.
+pub(crate) const STEM: &str = "out";
+/// What those of the MTP layer's begin with.
+pub(crate) const MTP_STEM: &str = "out-mtp";
 
 /// One weight to write.
 #[derive(Clone, Debug)]
 pub(crate) struct Item {
     pub name: String,
-    /// Shape in the source; a vector has one dimension.
-    pub shape: Vec<u64>,
-    /// Where the values come from; a vector is a matrix of one row.
-    pub source: MatrixSource,
+    pub shape: Shape,
+    /// How it is stored.
     pub target: Format,
 }
 
 impl Item {
-    fn rows_cols(&self) -> (usize, usize) {
-        (self.source.spec.rows, self.source.spec.cols)
+    /// Shape and format; a vector is a matrix of one row.
+    pub fn spec(&self) -> MatrixSpec {
+        let (rows, cols) = match self.shape {
+            Shape::Vector(len) => (1, len),
+            Shape::Matrix { rows, cols } => (rows, cols),
+        };
+        MatrixSpec { format: self.target, rows, cols }
     }
 
     pub fn data_bytes(&self) -> u64 {
-        let (rows, cols) = self.rows_cols();
-        self.target.data_bytes(rows, cols) as u64
+        self.spec().data_bytes() as u64
     }
 
     pub fn scale_count(&self) -> u64 {
-        let (rows, cols) = self.rows_cols();
-        self.target.scale_count(rows, cols) as u64
+        self.spec().scale_bytes() as u64 / 4
+    }
+
+    fn dimensions(&self) -> Vec<u64> {
+        match self.shape {
+            Shape::Vector(len) => vec![len as u64],
+            Shape::Matrix { rows, cols } => vec![rows as u64, cols as u64],
+        }
     }
 
     fn weight_type(&self) -> (Dtype, Vec<u64>) {
         match self.target {
-            Format::F32 => (Dtype::F32, self.shape.clone()),
-            Format::Bf16 => (Dtype::Bf16, self.shape.clone()),
-            Format::F16 => (Dtype::F16, self.shape.clone()),
-            Format::Fp8Block => (Dtype::F8E4M3, self.shape.clone()),
+            Format::F32 => (Dtype::F32, self.dimensions()),
+            Format::Bf16 => (Dtype::Bf16, self.dimensions()),
+            Format::F16 => (Dtype::F16, self.dimensions()),
+            Format::Fp8Block => (Dtype::F8E4M3, self.dimensions()),
             _ => (Dtype::U8, vec![self.data_bytes()]),
         }
     }
 
     fn scales_type(&self) -> (String, Vec<u64>) {
         if self.target == Format::Fp8Block {
-            let (rows, cols) = self.rows_cols();
+            let MatrixSpec { rows, cols, .. } = self.spec();
             let blocks = vec![rows.div_ceil(128) as u64, cols.div_ceil(128) as u64];
             return (format!("{}{FP8_SCALES_SUFFIX}", self.name), blocks);
         }
@@ -84,6 +98,8 @@ pub(crate) struct ShardPlan {
     pub file_name: String,
     /// Whether its runs are experts, which are aligned for direct reads.
     pub experts: bool,
+    /// Whether only the header is written and the rest is a hole, which reads as zeros.
+    pub hollow: bool,
     pub runs: Vec<Run>,
 }
 
@@ -103,6 +119,8 @@ pub(crate) enum Part {
 pub(crate) struct PlacedRun {
     /// Absolute offset of its first byte.
     pub offset: u64,
+    /// Its length, without the padding before it.
+    pub bytes: u64,
     /// Its bytes in order, without the padding before it.
     pub parts: Vec<Part>,
 }
@@ -115,6 +133,8 @@ pub(crate) struct ShardLayout {
     /// Length of the file, a multiple of 4,096 for experts.
     pub file_bytes: u64,
     pub runs: Vec<PlacedRun>,
+    /// Whether all but the first `data_start` bytes are a hole.
+    pub hollow: bool,
     entries: Map<String, Value>,
     metadata: BTreeMap<&'static str, String>,
     run_names: Vec<String>,
@@ -156,6 +176,11 @@ impl ShardLayout {
         bytes.extend_from_slice(json.as_bytes());
         bytes.resize(self.data_start as usize, b' ');
         bytes
+    }
+
+    /// Bytes of the file that take space.
+    pub fn stored_bytes(&self) -> u64 {
+        if self.hollow { self.data_start } else { self.file_bytes }
     }
 
     /// Names of the runs, in order.
@@ -202,7 +227,8 @@ impl Placement<'_> {
             };
             self.pad(align);
             let offset = self.end;
-            runs.push(PlacedRun { offset, parts: self.place(run) });
+            let parts = self.place(run);
+            runs.push(PlacedRun { offset, bytes: self.end - offset, parts });
         }
         if self.plan.experts {
             // A direct read of the last run ends on a sector too.
@@ -212,6 +238,7 @@ impl Placement<'_> {
             data_start: self.data_start,
             file_bytes: self.end,
             runs,
+            hollow: self.plan.hollow,
             entries: self.entries,
             metadata: BTreeMap::new(),
             run_names: Vec::new(),
@@ -258,14 +285,8 @@ impl Placement<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::MatrixSpec;
-    use millstream_io::{FileId, FileSpan};
-
     fn item(name: &str, rows: usize, cols: usize, target: Format) -> Item {
-        let spec = MatrixSpec { format: Format::Bf16, rows, cols };
-        let data = FileSpan { file: FileId(0), offset: 0, len: spec.data_bytes() as u64 };
-        let source = MatrixSource { spec, data, scales: None };
-        Item { name: name.to_owned(), shape: vec![rows as u64, cols as u64], source, target }
+        Item { name: name.to_owned(), shape: Shape::Matrix { rows, cols }, target }
     }
 
     fn experts(count: usize, hidden: usize, width: usize, target: Format) -> ShardPlan {
@@ -277,7 +298,8 @@ mod tests {
                 item(&format!("{number}.down"), hidden, width, target),
             ],
         };
-        ShardPlan { file_name: "out.safetensors".to_owned(), experts: true, runs: (0..count).map(run).collect() }
+        let runs = (0..count).map(run).collect();
+        ShardPlan { file_name: "out.safetensors".to_owned(), experts: true, hollow: false, runs }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The directory a conversion writes into: whose it is, what is finished in it, and how files appear in it.
+//! The directory a model is written into: whose it is, what is finished in it, and how files appear in it.
 
 use super::layout::{HASHES_KEY, PARAMETERS_KEY, SOURCE_KEY, ShardLayout, ShardPlan};
 use crate::checkpoint::UNFINISHED_NAME;
@@ -13,55 +13,36 @@ use std::fs::{self, File, TryLockError};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-/// Files beside the shards that belong to the model and are copied with it.
-const COPIED: [&str; 11] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "LICENSE",
-];
 const TEMPORARY_PREFIX: &str = ".millstream-";
 const TEMPORARY_SUFFIX: &str = ".tmp";
 
+/// A small file of a model: name and bytes.
+pub(crate) type SmallFile = (&'static str, Vec<u8>);
+
 pub(crate) struct Destination {
     dir: PathBuf,
-    /// The directory, locked until this conversion ends: of two that write the same files under the same temporary
+    /// The directory, locked until the writing ends: of two that write the same files under the same temporary
     /// names, one would publish what the other has half written. The lock is on the directory because that is neither
     /// renamed nor removed while it is written into, as the files in it are; it goes with the process that held it.
     locked: File,
-    /// What the marker of an unfinished conversion says.
+    /// What the marker of unfinished writing says.
     marker: String,
-    /// Small files to copy: source path, name and bytes.
-    small_files: Vec<(&'static str, Vec<u8>)>,
+    small_files: Vec<SmallFile>,
 }
 
 impl Destination {
-    /// Makes `dst` if need be, refuses one that another conversion writes into or with other contents, and removes what
-    /// a killed run left half written.
+    /// Makes `dst` if need be, refuses one that somebody else writes into or with other contents, and removes what a
+    /// killed run left half written.
     pub fn prepare(
-        src: &Path,
         dst: &Path,
         shards: &[ShardPlan],
+        small_files: Vec<SmallFile>,
         identity: &str,
         parameters: &str,
     ) -> Result<Destination> {
         fs::create_dir_all(dst).map_err(io_error("create", dst))?;
         let locked = lock(dst)?;
         let marker = format!("{parameters} source={identity}");
-        let mut small_files = Vec::new();
-        for name in COPIED {
-            let path = src.join(name);
-            if is_there(&path)? {
-                small_files.push((name, read_small(&path)?));
-            }
-        }
         let destination = Destination { dir: dst.to_owned(), locked, marker, small_files };
         destination.check_owner(shards)?;
         destination.remove_leftovers()?;
@@ -96,6 +77,14 @@ impl Destination {
         self.write_small(UNFINISHED_NAME, format!("{}\n", json!({ "conversion": self.marker })).as_bytes())
     }
 
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    pub fn interrupted(&self) -> CheckpointError {
+        CheckpointError::Interrupted { dir: self.dir.clone() }
+    }
+
     /// Where to write a file before it gets its name.
     pub fn temporary(&self, name: &str) -> PathBuf {
         self.dir.join(format!("{TEMPORARY_PREFIX}{}{TEMPORARY_SUFFIX}", name.trim_start_matches('.')))
@@ -123,7 +112,18 @@ impl Destination {
         self.sync()
     }
 
-    /// Whatever is in the directory must be of this conversion: same source, same parameters, no other shards.
+    /// Removes all that is written here.
+    pub fn discard(&self, shards: &[ShardPlan]) {
+        let small_files = self.small_files.iter().map(|(name, _)| *name);
+        let shards = shards.iter().map(|shard| shard.file_name.as_str());
+        // The marker goes last: what cannot be removed does not open as a model.
+        for name in shards.chain(small_files).chain([INDEX_NAME, UNFINISHED_NAME]) {
+            // A file that is not there is as it should be; one that stays is for its owner to see to.
+            let _ = fs::remove_file(self.dir.join(name));
+        }
+    }
+
+    /// Whatever is in the directory must be of this writing: same source, same parameters, no other shards.
     fn check_owner(&self, shards: &[ShardPlan]) -> Result<()> {
         let marker = self.dir.join(UNFINISHED_NAME);
         let mut ours = false;
@@ -241,7 +241,7 @@ impl Drop for Destination {
     }
 }
 
-/// Opens `dir` and locks it against other conversions.
+/// Opens `dir` and locks it against others who write into it.
 fn lock(dir: &Path) -> Result<File> {
     let file = File::open(dir).map_err(io_error("open", dir))?;
     match file.try_lock() {

@@ -1,97 +1,20 @@
-//! Writing one shard: read, decode, encode and hash, a bounded number of rows at a time.
+//! Weights of the source in the formats of the container: read, decoded and encoded, a bounded number of rows at a time.
 
-use super::layout::{Item, Part, ShardLayout, ShardPlan};
 use crate::checkpoint::error::{CheckpointError, Result, io_error};
 use crate::checkpoint::tensors::TensorMap;
+use crate::checkpoint::write::layout::Item;
+use crate::checkpoint::write::{self, Weights};
 use crate::kernels::{EncodeError, FP8_BLOCK, Format, Kernels, MatrixSpec, WeightRef, encode};
-use millstream_io::FileSpan;
+use millstream_io::{FileId, FileSpan};
 use rayon::prelude::*;
-use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::sync::LazyLock;
-use xxhash_rust::xxh3::Xxh3;
 
 /// Weights decoded at a time: bounds the memory of a conversion, whatever the size of a matrix.
 const CHUNK_WEIGHTS: usize = 4 << 20;
-const WRITE_BUFFER_BYTES: usize = 1 << 20;
 
-/// Writes the shard to `temporary`, whole and durable. `written` is told the bytes as they are added and may end it.
-pub(crate) fn write(
-    plan: &ShardPlan,
-    layout: &ShardLayout,
-    source: &TensorMap,
-    temporary: &Path,
-    written: &mut dyn FnMut(u64) -> Result<()>,
-) -> Result<()> {
-    let file = File::create(temporary).map_err(io_error("create", temporary))?;
-    let mut writer = Writer {
-        buffer: BufWriter::with_capacity(WRITE_BUFFER_BYTES, &file),
-        path: temporary,
-        at: 0,
-        hash: Xxh3::new(),
-        written,
-    };
-    writer.put(&layout.header(&vec![0; layout.runs.len()]))?;
-    let mut hashes = Vec::with_capacity(layout.runs.len());
-    let mut scratch = Scratch::new(source);
-    for (run, placed) in plan.runs.iter().zip(&layout.runs) {
-        writer.zeros(placed.offset - writer.at)?;
-        writer.hash.reset();
-        let mut scales: Vec<Vec<u8>> = vec![Vec::new(); run.items.len()];
-        for part in &placed.parts {
-            match *part {
-                Part::Pad(bytes) => writer.zeros(bytes)?,
-                Part::Weights(number) => scales[number] = scratch.weights(&run.items[number], &mut writer)?,
-                Part::Scales(number) => writer.put(&scales[number])?,
-            }
-        }
-        hashes.push(writer.hash.digest());
-    }
-    writer.zeros(layout.file_bytes - writer.at)?;
-    writer.buffer.flush().map_err(io_error("write", temporary))?;
-    drop(writer);
-    file.write_all_at(&layout.header(&hashes), 0).map_err(io_error("write", temporary))?;
-    file.sync_all().map_err(io_error("sync", temporary))
-}
-
-/// The threads that encode; none where none can be started, and then the caller encodes.
-fn threads() -> Option<&'static ThreadPool> {
-    static THREADS: LazyLock<Option<ThreadPool>> = LazyLock::new(|| ThreadPoolBuilder::new().build().ok());
-    THREADS.as_ref()
-}
-
-struct Writer<'a> {
-    buffer: BufWriter<&'a File>,
-    path: &'a Path,
-    at: u64,
-    hash: Xxh3,
-    written: &'a mut dyn FnMut(u64) -> Result<()>,
-}
-
-impl Writer<'_> {
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.buffer.write_all(bytes).map_err(io_error("write", self.path))?;
-        self.hash.update(bytes);
-        self.at += bytes.len() as u64;
-        (self.written)(bytes.len() as u64)
-    }
-
-    fn zeros(&mut self, mut bytes: u64) -> Result<()> {
-        const ZEROS: [u8; 4096] = [0; 4096];
-        while bytes > 0 {
-            let now = bytes.min(ZEROS.len() as u64);
-            self.put(&ZEROS[..now as usize])?;
-            bytes -= now;
-        }
-        Ok(())
-    }
-}
-
-/// Buffers that live as long as a shard, and the source files it reads.
-struct Scratch<'a> {
+/// The weights of a checkpoint, and the buffers between reading and writing them.
+pub(crate) struct Encoder<'a> {
     source: &'a TensorMap,
     open: Option<(u32, File)>,
     input: Vec<u8>,
@@ -100,15 +23,10 @@ struct Scratch<'a> {
     output_scales: Vec<f32>,
 }
 
-impl<'a> Scratch<'a> {
-    fn new(source: &'a TensorMap) -> Self {
-        let (input, input_scales, output, output_scales) = Default::default();
-        Scratch { source, open: None, input, input_scales, output, output_scales }
-    }
-
-    /// Writes the weights of `item` in its target format and returns its scales, little-endian.
-    fn weights(&mut self, item: &Item, writer: &mut Writer) -> Result<Vec<u8>> {
-        let MatrixSpec { format, rows, cols } = item.source.spec;
+impl Weights for Encoder<'_> {
+    fn write(&mut self, item: &Item, put: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<Vec<u8>> {
+        let source = item.shape.source(&item.name, self.source)?;
+        let MatrixSpec { format, rows, cols } = source.spec;
         let mut scales = Vec::with_capacity(4 * item.scale_count() as usize);
         // FP8 scales cover blocks of rows, so that a chunk begins on a block.
         let chunk_rows = (CHUNK_WEIGHTS / cols.max(1)).next_multiple_of(FP8_BLOCK);
@@ -118,30 +36,37 @@ impl<'a> Scratch<'a> {
             let spec = MatrixSpec { format, rows: count, cols };
             let data_at = format.data_bytes(start, cols) as u64;
             let scales_at = 4 * format.scale_count(start, cols) as u64;
-            let data = slice(item.source.data, data_at, spec.data_bytes());
+            let data = slice(source.data, data_at, spec.data_bytes());
             let buffer = std::mem::take(&mut self.input);
             self.input = self.read(data, buffer)?;
             self.input_scales.clear();
-            if let Some(span) = item.source.scales {
+            if let Some(span) = source.scales {
                 let span = slice(span, scales_at, spec.scale_bytes());
                 let buffer = std::mem::take(&mut self.input_scales);
                 self.input_scales = self.read(span, buffer)?;
             }
             if item.target == format {
-                writer.put(&self.input)?;
+                put(&self.input)?;
                 scales.extend_from_slice(&self.input_scales);
             } else {
-                self.encode(item, spec, start)?;
-                writer.put(&self.output)?;
+                self.encode(item, source.data.file, spec, start)?;
+                put(&self.output)?;
                 scales.extend(self.output_scales.iter().flat_map(|scale| scale.to_le_bytes()));
             }
             start += count;
         }
         Ok(scales)
     }
+}
+
+impl<'a> Encoder<'a> {
+    pub fn new(source: &'a TensorMap) -> Self {
+        let (input, input_scales, output, output_scales) = Default::default();
+        Encoder { source, open: None, input, input_scales, output, output_scales }
+    }
 
     /// Re-encodes the rows of `input` into `output` and `output_scales`.
-    fn encode(&mut self, item: &Item, spec: MatrixSpec, first_row: usize) -> Result<()> {
+    fn encode(&mut self, item: &Item, file: FileId, spec: MatrixSpec, first_row: usize) -> Result<()> {
         let (target, cols) = (item.target, spec.cols);
         let weights = WeightRef::new(spec, &self.input, &self.input_scales);
         let row_bytes = target.row_bytes(cols);
@@ -156,7 +81,7 @@ impl<'a> Scratch<'a> {
             encode_row(target, values, data, scales).err().map(|(col, value)| (row, col, value))
         };
         let (output, output_scales) = (&mut self.output, &mut self.output_scales);
-        let encoded = match threads() {
+        let encoded = match write::threads() {
             Some(threads) => threads.install(|| {
                 let rows = output.par_chunks_mut(row_bytes).zip(output_scales.par_chunks_mut(scale_chunk));
                 rows.enumerate().map_init(|| vec![0f32; cols], convert).find_map_first(|fault| fault)
@@ -173,7 +98,7 @@ impl<'a> Scratch<'a> {
         match encoded {
             None => Ok(()),
             Some((row, col, value)) => Err(CheckpointError::NotFinite {
-                file: self.source.path(item.source.data.file).to_owned(),
+                file: self.source.path(file).to_owned(),
                 tensor: item.name.clone(),
                 row: first_row + row,
                 col,
