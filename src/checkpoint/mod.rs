@@ -12,6 +12,7 @@ pub mod experts;
 mod header;
 mod index;
 pub mod required;
+pub mod synth;
 pub mod tensors;
 pub mod verify;
 pub mod write;

@@ -15,6 +15,7 @@ use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
 use super::size;
+use super::synth::SynthArgs;
 use super::tune::TuneArgs;
 
 /// Runs Mixture-of-Experts models far bigger than memory by streaming their experts from NVMe.
@@ -41,6 +42,8 @@ pub enum Command {
     BenchIo(BenchIoArgs),
     /// Finds the way of reading with which this model generates fastest on this machine, and keeps it for run.
     Tune(TuneArgs),
+    /// Writes a model of true shapes with drawn weights, for measuring one that is not at hand.
+    Synth(SynthArgs),
 }
 
 /// Flags of `run`.
@@ -543,6 +546,11 @@ mod tests {
             &["tune", "--threads", "0"],
             &["tune", "--io", "direct"],
             &["run", "--tuning", "maybe"],
+            &["synth"],
+            &["synth", "d", "--preset", "glm-9"],
+            &["synth", "d", "--layers", "0"],
+            &["synth", "d", "--format", "int3"],
+            &["synth", "d", "--dense-bits", "16"],
         ] {
             let arguments = ["millstream"].iter().chain(bad);
             let refused = Args::try_parse_from(arguments).expect_err("refused");

@@ -16,6 +16,7 @@ pub mod reading;
 pub mod render;
 mod run;
 pub mod size;
+mod synth;
 mod tune;
 mod tuning;
 
@@ -122,6 +123,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::Doctor(doctor_args) => doctor::doctor(doctor_args, &machine),
         args::Command::BenchIo(bench_args) => bench_io::bench_io(bench_args, &machine),
         args::Command::Tune(tune_args) => tune::tune(tune_args, &machine),
+        args::Command::Synth(synth_args) => synth::synth(synth_args),
     };
     match result {
         Ok(Done::Whole) => ExitCode::SUCCESS,
