@@ -29,13 +29,14 @@ const IO: &[(&str, &[&str])] = &[
     ("sector", &[]),
     ("error", &["limits"]),
     ("space", &["error"]),
+    ("drive", &["limits"]),
     ("arena", &["error", "limits"]),
     ("block", &["limits"]),
     ("access", &["arena", "error", "limits", "sector"]),
     ("pool", &["arena", "error", "limits", "sector"]),
-    ("file", &["access", "block", "error", "limits", "sector"]),
+    ("file", &["access", "block", "drive", "error", "limits", "sector"]),
     ("plan", &["access", "error", "file", "limits", "sector"]),
-    ("device", &["access", "arena", "block", "error", "file", "limits", "plan", "pool", "sector"]),
+    ("device", &["access", "arena", "block", "drive", "error", "file", "limits", "plan", "pool", "sector"]),
     ("measure", &["access", "arena", "device", "error", "file", "limits", "plan", "pool"]),
 ];
 
@@ -43,7 +44,9 @@ const IO: &[(&str, &[&str])] = &[
 const PURE: &[&str] = &[
     "io/src/sector.rs",
     "io/src/plan.rs",
+    "io/src/drive.rs",
     "io/src/device/progress.rs",
+    "io/src/device/route.rs",
     "io/src/device/schedule.rs",
     "io/src/measure/plan.rs",
     "io/src/measure/summary.rs",

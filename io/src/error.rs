@@ -100,6 +100,16 @@ pub enum IoError {
         /// Which property, with the value before and after.
         what: String,
     },
+    /// What was given as a copy of a file is none.
+    #[error("{} is no copy of {}: {what}", path.display(), of.display())]
+    NotACopy {
+        /// What was given.
+        path: Arc<Path>,
+        /// The file.
+        of: Arc<Path>,
+        /// What differs.
+        what: String,
+    },
     /// A request that cannot be right: zero length, misaligned, outside the slab.
     #[error("bad read request: {what}")]
     BadRequest {
@@ -158,6 +168,7 @@ impl IoError {
             }
             IoError::Stuck { .. } => "the file system keeps returning partial reads: try --io buffered",
             IoError::Changed { .. } => "do not write to the files of a running model; start again",
+            IoError::NotACopy { .. } => "copy the file again",
             IoError::Memory { .. } => {
                 "lower the memory budget (--ram), or raise `ulimit -v` or the cgroup's memory.max"
             }

@@ -5,23 +5,40 @@ use std::fs::{File, Metadata};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::access::{Access, Evidence, IoMode, advise_random, open_directly, probe_dontcache};
 use crate::block::BlockQueue;
+use crate::drive::{DriveSet, Mirror};
 use crate::error::{Errno, ErrnoKind, IoError, ReadRange};
-use crate::limits::{ATTEMPTS_MAX, SECTOR_BYTES};
+use crate::limits::{ATTEMPTS_MAX, DRIVES_MAX, SECTOR_BYTES};
 
 /// A file of a [`FileSet`], by its position in the list the set was opened with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileId(pub u32);
 
-/// All files of a model, open for as long as the set lives.
+/// All files of a model, open for as long as the set lives; of each there may be copies on other drives.
+///
+/// Inside the crate a copy has an id too, above those of the files: whatever reads treats it as one more file.
 pub struct FileSet {
     mode: IoMode,
     align: u32,
+    /// The files, then their copies.
     files: Vec<OpenFile>,
+    /// Files that are not copies.
+    count: usize,
+    drives: Vec<Drive>,
+    /// The copy on each drive of each file: of the first file on every drive, then of the second.
+    copies: Vec<Option<FileId>>,
     warnings: Mutex<Vec<String>>,
+}
+
+/// A directory that holds the files, or copies of them.
+struct Drive {
+    dir: PathBuf,
+    /// Whether a failure of this drive has been told.
+    warned: AtomicBool,
 }
 
 struct OpenFile {
@@ -34,6 +51,9 @@ struct OpenFile {
     /// What the evidence leaves open.
     doubt: Option<String>,
     identity: Identity,
+    drive: usize,
+    /// Set when a read failed: the other copies are preferred from then on.
+    avoided: AtomicBool,
 }
 
 /// The properties by which a file is recognised.
@@ -60,22 +80,60 @@ impl FileSet {
     /// [`IoMode::Direct`] and a file would not really be read directly; [`IoError::Refused`] where it is
     /// [`IoMode::DontCache`] and the kernel or a file system does not take part.
     pub fn open(paths: &[PathBuf], mode: IoMode) -> Result<FileSet, IoError> {
-        if paths.len() > u32::MAX as usize {
-            return Err(IoError::BadRequest { what: format!("{} files", paths.len()) });
-        }
-        let files = paths.iter().map(|path| open_file(path, mode)).collect::<Result<Vec<_>, _>>()?;
-        let align = files.iter().map(OpenFile::align).max().unwrap_or(SECTOR_BYTES);
-        Ok(FileSet { mode, align, files, warnings: Mutex::new(Vec::new()) })
+        FileSet::open_mirrored(paths, &[], mode)
     }
 
-    /// Files of the set.
+    /// As [`FileSet::open`], with copies that share in the reads. A copy must be as long as its file; that its bytes
+    /// are the same is the caller's word.
+    ///
+    /// # Errors
+    /// As [`FileSet::open`], for copies too; [`IoError::NotACopy`] for one of another length.
+    pub fn open_mirrored(paths: &[PathBuf], mirrors: &[Mirror], mode: IoMode) -> Result<FileSet, IoError> {
+        let (count, drives) = (paths.len(), mirrors.len() + 1);
+        if count.saturating_mul(drives) > u32::MAX as usize || drives > DRIVES_MAX {
+            return Err(IoError::BadRequest { what: format!("{count} files on {drives} drives") });
+        }
+        let mut files = paths.iter().map(|path| open_file(path, 0, mode)).collect::<Result<Vec<_>, _>>()?;
+        let mut copies = vec![None; count * drives];
+        for file in 0..count {
+            copies[file * drives] = Some(FileId(file as u32));
+            for (drive, mirror) in (1..).zip(mirrors) {
+                let Some(Some(path)) = mirror.copies.get(file) else { continue };
+                let copy = open_file(path, drive, mode)?;
+                if copy.identity.bytes != files[file].identity.bytes {
+                    let (path, of) = (copy.path, Arc::clone(&files[file].path));
+                    let what = format!("{} bytes, not {}", copy.identity.bytes, files[file].identity.bytes);
+                    return Err(IoError::NotACopy { path, of, what });
+                }
+                copies[file * drives + drive] = Some(FileId(files.len() as u32));
+                files.push(copy);
+            }
+        }
+        let first = paths.first().and_then(|path| path.parent()).unwrap_or(Path::new("")).to_owned();
+        let dirs = std::iter::once(first).chain(mirrors.iter().map(|mirror| mirror.dir.clone()));
+        let drives = dirs.map(|dir| Drive { dir, warned: AtomicBool::new(false) }).collect();
+        let align = files.iter().map(OpenFile::align).max().unwrap_or(SECTOR_BYTES);
+        Ok(FileSet { mode, align, files, count, drives, copies, warnings: Mutex::new(Vec::new()) })
+    }
+
+    /// Files of the set, copies not counted.
     pub fn len(&self) -> usize {
-        self.files.len()
+        self.count
     }
 
     /// Whether the set has no file.
     pub fn is_empty(&self) -> bool {
-        self.files.is_empty()
+        self.count == 0
+    }
+
+    /// Drives that hold the files: that of the files themselves, number 0, and those of their copies.
+    pub fn drives(&self) -> usize {
+        self.drives.len()
+    }
+
+    /// The directory on a drive. Panics for a number that is not of this set.
+    pub fn drive_dir(&self, drive: usize) -> &Path {
+        &self.drives[drive].dir
     }
 
     /// The mode the set was opened with.
@@ -99,36 +157,62 @@ impl FileSet {
         self.entry(file).identity.bytes
     }
 
-    /// Alignment of offsets and lengths that suits every file: 4096 unless a device needs more.
+    /// Alignment of offsets and lengths that suits every file and copy: 4096 unless a device needs more.
     pub fn align(&self) -> u32 {
         self.align
     }
 
-    /// Lines to print: the mode that ran, for which files, and why.
+    /// Lines to print: the mode that ran, for which files, and why; then what is to be known of each mirror.
     pub fn describe(&self) -> Vec<String> {
-        let mut groups: Vec<(String, &Path, usize)> = Vec::new();
-        for index in 0..self.files.len() {
-            let entry = &self.files[index];
-            let mut text = self.access(FileId(index as u32)).to_string();
+        let mut groups: Vec<(usize, String, &Path, usize)> = Vec::new();
+        for (entry, id) in self.files.iter().zip(self.entries()) {
+            let mut text = self.access(id).to_string();
             if let Some(doubt) = &entry.doubt {
                 text = format!("{text}; {doubt}");
             }
-            match groups.iter_mut().find(|(known, ..)| *known == text) {
-                Some((_, _, count)) => *count += 1,
-                None => groups.push((text, &entry.path, 1)),
+            match groups.iter_mut().find(|(drive, known, ..)| (*drive, known) == (entry.drive, &text)) {
+                Some((.., count)) => *count += 1,
+                None => groups.push((entry.drive, text, &entry.path, 1)),
             }
         }
-        groups
-            .into_iter()
-            .map(|(text, path, count)| {
-                let name = path.file_name().map_or(path.as_os_str(), |name| name).display();
-                match count {
-                    1 => format!("{name}: {text}"),
-                    2 => format!("{name} and 1 more file: {text}"),
-                    _ => format!("{name} and {} more files: {text}", count - 1),
-                }
-            })
-            .collect()
+        groups.sort_by_key(|(drive, ..)| *drive);
+        let lines = groups.into_iter().map(|(drive, text, path, count)| {
+            let name = path.file_name().map_or(path.as_os_str(), |name| name).display();
+            let mirror =
+                if drive > 0 { format!("mirror {}: ", self.drives[drive].dir.display()) } else { String::new() };
+            match count {
+                1 => format!("{mirror}{name}: {text}"),
+                2 => format!("{mirror}{name} and 1 more file: {text}"),
+                _ => format!("{mirror}{name} and {} more files: {text}", count - 1),
+            }
+        });
+        lines.chain((1..self.drives.len()).flat_map(|drive| self.describe_mirror(drive))).collect()
+    }
+
+    /// What limits the use of a mirror.
+    fn describe_mirror(&self, drive: usize) -> Vec<String> {
+        let mut lines = Vec::new();
+        let dir = self.drives[drive].dir.display();
+        let there = self.files.iter().filter(|entry| entry.drive == drive).count();
+        if there < self.count {
+            lines.push(format!("mirror {dir} has {there} of {} files; the others have no copy there", self.count));
+        }
+        let shared = (0..drive)
+            .find(|other| self.block_devices(*other).iter().any(|device| self.block_devices(drive).contains(device)));
+        if let Some(other) = shared {
+            let other = self.drives[other].dir.display();
+            lines.push(format!("mirror {dir} is on the same block device as {other}: no gain is to be expected"));
+        }
+        lines
+    }
+
+    /// The block devices under the files of a drive, by the name of the whole disk where there is one.
+    fn block_devices(&self, drive: usize) -> Vec<String> {
+        let mut devices: Vec<u64> =
+            self.files.iter().filter(|entry| entry.drive == drive).map(|entry| entry.identity.device).collect();
+        devices.sort_unstable();
+        devices.dedup();
+        devices.into_iter().map(|device| disk_name(device).unwrap_or_else(|| format!("device {device}"))).collect()
     }
 
     /// Lines about files whose mode had to change after they were opened, each once, in order.
@@ -136,12 +220,28 @@ impl FileSet {
         self.warnings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reads `buf.len()` bytes at `offset`, at any alignment, through the page cache. For what is read once.
+    /// Reads `buf.len()` bytes at `offset`, at any alignment, through the page cache. For what is read once. Where
+    /// the file fails and has copies, they are tried in its place.
     ///
     /// # Errors
     /// [`IoError::EndOfFile`] where the file ends first, [`IoError::Read`] with the kernel's reason.
     pub fn read_exact_at(&self, file: FileId, offset: u64, buf: &mut [u8]) -> Result<(), IoError> {
         self.checked_len(file)?;
+        let error = match self.read_entry(file, offset, buf) {
+            Err(error @ (IoError::Read { .. } | IoError::EndOfFile { .. })) => error,
+            other => return other,
+        };
+        for copy in (1..self.drives.len()).filter_map(|drive| self.copy_on(file, drive)) {
+            self.avoid(file, &error);
+            match self.read_entry(copy, offset, buf) {
+                Ok(()) => return Ok(()),
+                Err(error) => self.avoid(copy, &error),
+            }
+        }
+        Err(error)
+    }
+
+    fn read_entry(&self, file: FileId, offset: u64, buf: &mut [u8]) -> Result<(), IoError> {
         let entry = self.entry(file);
         let wanted = buf.len() as u64;
         let range = |got: usize| ReadRange { path: Arc::clone(&entry.path), offset, wanted, got: got as u64 };
@@ -194,7 +294,8 @@ impl FileSet {
         let entry = self
             .files
             .get(file.0 as usize)
-            .ok_or_else(|| IoError::BadRequest { what: format!("file {} of {}", file.0, self.files.len()) })?;
+            .filter(|_| (file.0 as usize) < self.count)
+            .ok_or_else(|| IoError::BadRequest { what: format!("file {} of {}", file.0, self.count) })?;
         Ok(entry.identity.bytes)
     }
 
@@ -216,9 +317,59 @@ impl FileSet {
         }
     }
 
-    /// The first file that is read directly.
+    /// The files and their copies.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = FileId> + use<> {
+        (0..self.files.len() as u32).map(FileId)
+    }
+
+    /// The first file or copy that is read directly.
     pub(crate) fn first_direct(&self) -> Option<FileId> {
-        (0..self.files.len() as u32).map(FileId).find(|file| self.source(*file).direct)
+        self.entries().find(|file| self.source(*file).direct)
+    }
+
+    /// The drive that a file or copy is on.
+    pub(crate) fn drive_of(&self, file: FileId) -> usize {
+        self.entry(file).drive
+    }
+
+    /// The copy of a file on a drive; the file itself on drive 0.
+    pub(crate) fn copy_on(&self, file: FileId, drive: usize) -> Option<FileId> {
+        self.copies[file.0 as usize * self.drives.len() + drive]
+    }
+
+    /// The drives that hold a copy of a file.
+    pub(crate) fn holders(&self, file: FileId) -> DriveSet {
+        let there = |drive: &usize| self.copy_on(file, *drive).is_some();
+        (0..self.drives.len()).filter(there).fold(DriveSet::default(), DriveSet::with)
+    }
+
+    /// The drives to read a file from: those with a copy that has not failed; the first where all have.
+    pub(crate) fn sources(&self, file: FileId) -> DriveSet {
+        if self.drives.len() == 1 {
+            return DriveSet::FIRST;
+        }
+        let good = |drive: &usize| {
+            self.copy_on(file, *drive).is_some_and(|copy| !self.entry(copy).avoided.load(Ordering::Relaxed))
+        };
+        let good = (0..self.drives.len()).filter(good).fold(DriveSet::default(), DriveSet::with);
+        if good == DriveSet::default() { DriveSet::FIRST } else { good }
+    }
+
+    /// A read of a file or copy failed, and there is another copy: that is preferred from now on. The first failure of
+    /// each drive is told.
+    pub(crate) fn avoid(&self, file: FileId, error: &IoError) {
+        let entry = self.entry(file);
+        entry.avoided.store(true, Ordering::Relaxed);
+        let drive = &self.drives[entry.drive];
+        if drive.warned.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let what = match entry.drive {
+            0 => "the model's own directory is damaged, and a mirror is read in its place where it fails: repair it",
+            _ => "this mirror is not read any more where it failed",
+        };
+        let line = format!("{}: {error}; {what}", drive.dir.display());
+        self.warnings.lock().unwrap_or_else(PoisonError::into_inner).push(line);
     }
 
     /// Every descriptor reads may use: two a file, the one through the page cache and the direct one, -1 for none.
@@ -285,7 +436,7 @@ impl FileSet {
 
 impl fmt::Debug for FileSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FileSet").field("mode", &self.mode).field("files", &self.files.len()).finish_non_exhaustive()
+        f.debug_struct("FileSet").field("mode", &self.mode).field("files", &self.count).finish_non_exhaustive()
     }
 }
 
@@ -309,8 +460,13 @@ impl Identity {
     }
 }
 
+/// Name of the disk under a file system with this device number.
+fn disk_name(device: u64) -> Option<String> {
+    BlockQueue::of_device(Path::new("/sys/dev/block"), device).map(|queue| queue.name)
+}
+
 /// The one place where a file of a model is opened.
-fn open_file(path: &Path, mode: IoMode) -> Result<OpenFile, IoError> {
+fn open_file(path: &Path, drive: usize, mode: IoMode) -> Result<OpenFile, IoError> {
     let shared: Arc<Path> = Arc::from(path);
     let refused = |error: std::io::Error| IoError::Open { path: Arc::clone(&shared), errno: Errno::of(&error) };
     // A pipe would block the open and a device may act on it: look before opening.
@@ -344,5 +500,6 @@ fn open_file(path: &Path, mode: IoMode) -> Result<OpenFile, IoError> {
         (Access::Direct { .. } | Access::Mapped, _) => {}
         _ => advise_random(&plain),
     }
-    Ok(OpenFile { path: shared, plain, direct, opened_as, downgraded: OnceLock::new(), doubt, identity })
+    let (downgraded, avoided) = (OnceLock::new(), AtomicBool::new(false));
+    Ok(OpenFile { path: shared, plain, direct, opened_as, downgraded, doubt, identity, drive, avoided })
 }

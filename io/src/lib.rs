@@ -32,6 +32,7 @@ mod access;
 mod arena;
 pub mod block;
 pub mod device;
+mod drive;
 pub mod error;
 pub mod file;
 pub mod limits;
@@ -49,6 +50,7 @@ pub use device::{
     CHUNK_WHOLE, Completion, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, Priority, Read,
     RejectReason, Rejected, Wait, open_device, settle,
 };
+pub use drive::{DriveStats, Mirror};
 pub use error::{Errno, IoError, ReadRange};
 pub use file::{FileId, FileSet};
 pub use limits::MAX_SEGMENTS;

@@ -60,6 +60,22 @@ pub const BACKOFF_NS_MAX: u64 = 100_000_000;
 pub const PROBE_MAX: Duration = Duration::from_secs(10);
 /// Consecutive failed waits on a ring that report a passing condition before the ring counts as dead.
 pub const ENTER_RETRIES_MAX: u32 = 1000;
+/// Drives that may hold copies of the same files: a bit each in a byte.
+pub const DRIVES_MAX: usize = 8;
+/// Largest request where several drives hold the bytes: a slab is then striped over them.
+pub const STRIPE_BYTES: u32 = 2 << 20;
+/// Busy time of a drive that its rate is measured over, doubled at most.
+pub const RATE_WINDOW_NS: u64 = 100_000_000;
+/// Requests that a drive may have in hand while its rate is not known.
+pub const UNKNOWN_CALLS_MAX: usize = 2;
+/// A drive that was left out for being slow is asked again after so many times as long as a request takes it.
+pub const PROBE_PAUSES: u64 = 32;
+/// Longest time of work of the others until it is asked again.
+pub const PROBE_PAUSE_NS_MAX: u64 = 30_000_000_000;
+/// A drive gets nothing more when its answer takes so many times as long as everything it has in hand should.
+pub const STALL_TIMES: u64 = 4;
+/// And this much longer: rates of a few requests mean little.
+pub const STALL_NS_MIN: u64 = 50_000_000;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -70,6 +86,8 @@ const _: () = assert!(SECTOR_BYTES <= CHUNK_BYTES_MIN && CHUNK_BYTES_MIN <= RING
 const _: () = assert!(SECTOR_BYTES_MAX as usize <= HUGE_PAGE_BYTES);
 const _: () = assert!(SLAB_BYTES_MAX <= u32::MAX as usize && SLAB_BYTES_MAX as u64 >= DEPTH_BYTES_MIN);
 const _: () = assert!(AGAIN_MAX < ATTEMPTS_MAX && DAMAGE_RETRIES_MAX < ATTEMPTS_MAX && SAME_END_MAX < ATTEMPTS_MAX);
+const _: () = assert!(DRIVES_MAX > 1 && STRIPE_BYTES >= CHUNK_BYTES_MIN && STRIPE_BYTES >= SECTOR_BYTES_MAX);
+const _: () = assert!(RATE_WINDOW_NS < PROBE_PAUSE_NS_MAX && PROBE_PAUSES > 1 && STALL_TIMES > 1);
 const _: () = assert!(BACKOFF_NS_MIN < BACKOFF_NS_MAX);
 const _: () = assert!(RING_ENTRIES_MIN <= RING_ENTRIES && RING_ENTRIES <= RING_ENTRIES_MAX);
 const _: () = assert!(QUEUE_READS <= QUEUE_READS_MAX && READER_THREADS <= READER_THREADS_MAX);

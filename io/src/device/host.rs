@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use crate::device::schedule::Schedule;
 use crate::device::{Completion, Device, DeviceReport, DeviceStats, Read, RejectReason, Rejected, Wait};
+use crate::drive::DriveStats;
 use crate::error::IoError;
 use crate::pool::Slab;
 
@@ -165,6 +166,10 @@ impl Device for Hosted {
         self.shared.lock().schedule.stats()
     }
 
+    fn drives(&self) -> Vec<DriveStats> {
+        self.shared.lock().schedule.drives()
+    }
+
     fn describe(&self) -> &DeviceReport {
         &self.report
     }
@@ -218,7 +223,7 @@ mod tests {
             whole_when_waiting: usize::MAX,
             calls: 4,
             reads: 4,
-            cap: None,
+            caps: [None; 8],
         };
         let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
         let there = Arc::clone(&shared);

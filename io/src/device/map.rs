@@ -21,12 +21,12 @@ use crate::sector::align_down;
 /// Maps every file and starts the threads.
 pub(crate) fn open(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> Result<Box<dyn Device>, IoError> {
     debug_assert_eq!(files.mode(), IoMode::Mmap);
-    let maps = (0..files.len() as u32).map(|file| Map::of(&files, FileId(file))).collect::<Result<Vec<_>, _>>()?;
+    let maps = files.entries().map(|file| Map::of(&files, file)).collect::<Result<Vec<_>, _>>()?;
     probe(maps.first())?;
     let report = DeviceReport { name: "mmap", ..DeviceReport::default() };
-    let limits = limits(cfg, &files, pool);
+    let (limits, threads) = (limits(cfg, &files, pool), cfg.threads_for(&files));
     let schedule = Schedule::new(Arc::clone(&files), pool.clone(), limits);
-    start(cfg, schedule, report, Copies { files, maps, process: std::process::id().cast_signed() })
+    start(threads, schedule, report, Copies { files, maps, process: std::process::id().cast_signed() })
 }
 
 /// Whether the kernel has the two calls this device is made of.

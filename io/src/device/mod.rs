@@ -5,6 +5,7 @@ mod map;
 mod progress;
 mod ring;
 mod ring_setup;
+mod route;
 mod schedule;
 pub mod sim;
 mod threads;
@@ -16,12 +17,14 @@ use std::time::Duration;
 
 use crate::access::IoMode;
 use crate::arena::PageKind;
+use crate::block::BlockQueue;
 use crate::device::schedule::RequestCap;
+use crate::drive::DriveStats;
 use crate::error::IoError;
-use crate::file::{FileId, FileSet};
+use crate::file::FileSet;
 use crate::limits::{
-    CHUNK_BYTES_MIN, DEPTH_BYTES_MIN, DEPTH_SLABS_MIN, QUEUE_READS, QUEUE_READS_MAX, READER_THREADS,
-    READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN, SLAB_BYTES_MAX,
+    CHUNK_BYTES_MIN, DEPTH_BYTES_MIN, DEPTH_SLABS_MIN, DRIVES_MAX, QUEUE_READS, QUEUE_READS_MAX, READER_THREADS,
+    READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN, SLAB_BYTES_MAX, STRIPE_BYTES,
 };
 use crate::plan::Segments;
 use crate::pool::{Slab, SlabPool};
@@ -128,7 +131,8 @@ pub struct DeviceReport {
     pub sqpoll: bool,
     /// Whether completions are polled for.
     pub iopoll: bool,
-    /// Requests of the drive's queue that reads may take at a time; `None` where nothing caps them.
+    /// Requests of the drive's queue that reads may take at a time, of all drives together; `None` where nothing caps
+    /// them.
     pub requests_max: Option<u64>,
     /// Further lines worth printing.
     pub notes: Vec<String>,
@@ -162,6 +166,11 @@ pub trait Device: Send {
 
     /// Counters.
     fn stats(&self) -> DeviceStats;
+
+    /// What each drive of the files did, in their order; a device that knows no drives has nothing to say.
+    fn drives(&self) -> Vec<DriveStats> {
+        Vec::new()
+    }
 
     /// What runs.
     fn describe(&self) -> &DeviceReport;
@@ -239,9 +248,10 @@ pub const CHUNK_WHOLE: u32 = SLAB_BYTES_MAX as u32;
 pub struct DeviceConfig {
     /// Which device.
     pub kind: DeviceKind,
-    /// Cap on bytes handed to the kernel at a time; [`DEPTH_AUTO`] for the default. One request always passes.
+    /// Cap on bytes handed to the kernel at a time, for each drive; [`DEPTH_AUTO`] for the default. One request always
+    /// passes.
     pub depth_bytes: u64,
-    /// Threads of the devices `threads` and `mmap`, 1 to 64.
+    /// Threads of the devices `threads` and `mmap` for each drive, 1 to 64, and no more than 64 in all.
     pub threads: usize,
     /// Most reads queued, in flight and not yet reaped together.
     pub queue: usize,
@@ -314,24 +324,43 @@ impl DeviceConfig {
         }
     }
 
-    /// Most requests of a drive's queue that direct reads may take, and the bytes of one. Of several drives the one
-    /// that bounds most; `None` where nothing is known or asked for.
-    fn request_cap(&self, files: &FileSet, pool: &SlabPool) -> Option<RequestCap> {
+    /// Most requests of each drive's queue that direct reads may take, and the bytes of one. Where a drive's files lie
+    /// on several devices the one that bounds most; `None` where nothing is known or asked for. Drives that share a
+    /// device share its queue.
+    fn request_caps(&self, files: &FileSet, pool: &SlabPool) -> [Option<RequestCap>; DRIVES_MAX] {
+        let mut caps = [None; DRIVES_MAX];
         if !self.cap_requests {
-            return None;
+            return caps;
         }
         let huge = pool.report().kind != PageKind::Small;
-        let direct = (0..files.len() as u32).map(FileId).filter(|file| files.source(*file).direct);
-        let caps = direct.filter_map(|file| files.block_queue(file)).map(|queue| RequestCap {
-            // Below the queue's size, so that the last one in does not sleep for its tag.
-            requests: u64::from(queue.nr_requests.saturating_sub(1)).max(1),
-            request_bytes: queue.request_bytes(huge),
-        });
-        caps.min_by_key(|cap| cap.requests * cap.request_bytes)
+        let queues: Vec<(usize, BlockQueue)> = files
+            .entries()
+            .filter(|file| files.source(*file).direct)
+            .filter_map(|file| Some((files.drive_of(file), files.block_queue(file)?)))
+            .collect();
+        for (drive, queue) in &queues {
+            let sharing = (0..files.drives())
+                .filter(|drive| queues.iter().any(|(other, q)| other == drive && q.name == queue.name));
+            let cap = RequestCap {
+                // Below the queue's size, so that the last one in does not sleep for its tag.
+                requests: (u64::from(queue.nr_requests.saturating_sub(1)) / sharing.count() as u64).max(1),
+                request_bytes: queue.request_bytes(huge),
+            };
+            let bounds = |cap: &RequestCap| cap.requests * cap.request_bytes;
+            caps[*drive] = caps[*drive].into_iter().chain([cap]).min_by_key(bounds);
+        }
+        caps
     }
 
-    /// Request size: as configured, else `default`, and never below what the files' alignment allows.
+    /// Threads for the drives of `files` together.
+    fn threads_for(&self, files: &FileSet) -> usize {
+        (self.threads * files.drives()).min(READER_THREADS_MAX)
+    }
+
+    /// Request size: as configured, else `default`, smaller where there are drives to stripe over, and never below what
+    /// the files' alignment allows.
     fn chunk_for(&self, default: u32, files: &FileSet) -> u32 {
+        let default = if files.drives() > 1 { default.min(STRIPE_BYTES) } else { default };
         self.chunk_bytes.unwrap_or(default).max(files.align())
     }
 
@@ -341,6 +370,11 @@ impl DeviceConfig {
             bytes => bytes,
         }
     }
+}
+
+/// Requests that all drives may take together, where each is capped.
+fn requests_max(caps: &[Option<RequestCap>]) -> Option<u64> {
+    caps.iter().map(|cap| cap.map(|cap| cap.requests)).sum()
 }
 
 /// Opens a device over `files` that fills slabs of `pool`.

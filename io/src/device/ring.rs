@@ -16,8 +16,8 @@ use crate::device::ring_setup::{
     Registered, event_fd, passing, refused, register, register_files, registered_file, set_up, take_event,
     wait_for_event,
 };
-use crate::device::schedule::{Issue, Limits, RequestCap, Schedule};
-use crate::device::{Device, DeviceConfig, DeviceReport};
+use crate::device::schedule::{Issue, Limits, Schedule};
+use crate::device::{Device, DeviceConfig, DeviceReport, requests_max};
 use crate::error::{Errno, ErrnoKind, IoError};
 use crate::file::{FileId, FileSet};
 use crate::limits::{ENTER_RETRIES_MAX, PROBE_MAX, RING_BUFFERED_WORKERS, RING_CHUNK_BYTES};
@@ -31,7 +31,7 @@ const PROBE: u64 = u64::MAX - 1;
 /// Probes io_uring and starts its thread.
 pub(crate) fn open(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> Result<Box<dyn Device>, IoError> {
     if cfg.iopoll
-        && let Some(file) = (0..files.len() as u32).map(FileId).find(|file| !files.source(*file).direct)
+        && let Some(file) = files.entries().find(|file| !files.source(*file).direct)
     {
         let why = format!("{} is not read directly", files.path(file).display());
         return Err(IoError::Refused { what: "iopoll", why });
@@ -66,8 +66,8 @@ pub(crate) fn open(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> 
             return Err(IoError::DeviceDied { cause: "the ring's thread ended during setup".to_owned() });
         }
     };
-    let cap = cfg.request_cap(&files, pool);
-    let limits = limits(cfg, &files, pool, &facts, cap);
+    let limits = limits(cfg, &files, pool, &facts);
+    let requests_max = requests_max(&limits.caps[..files.drives()]);
     let shared = Shared::new(Schedule::new(files, pool.clone(), limits));
     let report = DeviceReport {
         name: "io_uring",
@@ -76,14 +76,14 @@ pub(crate) fn open(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> 
         registered_files: facts.registered_files,
         sqpoll: cfg.sqpoll,
         iopoll: cfg.iopoll,
-        requests_max: cap.map(|cap| cap.requests),
+        requests_max,
         notes: facts.notes,
     };
     let _ = hand_over.send(Arc::clone(&shared));
     Ok(Box::new(Hosted::new(shared, Waker::Event(waker), vec![thread], report)))
 }
 
-fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts, cap: Option<RequestCap>) -> Limits {
+fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts) -> Limits {
     let whole_slab = (pool.slab_bytes() as u32).next_multiple_of(files.align());
     let default_chunk = if facts.registered_bytes > 0 { RING_CHUNK_BYTES } else { whole_slab };
     Limits {
@@ -93,7 +93,7 @@ fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts, c
         // One entry is the wake-up poll's: then neither queue can overflow.
         calls: facts.entries as usize - 1,
         reads: cfg.queue,
-        cap,
+        caps: cfg.request_caps(files, pool),
     }
 }
 

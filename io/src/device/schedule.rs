@@ -10,9 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::device::progress::{Call, Chunk, Fault, Step};
+use crate::device::route::Router;
 use crate::device::{Completion, DeviceStats, Priority, Read, RejectReason, Rejected};
+use crate::drive::{DriveSet, DriveStats};
 use crate::error::{IoError, ReadRange};
 use crate::file::{FileId, FileSet};
+use crate::limits::DRIVES_MAX;
 use crate::plan::Segment;
 use crate::pool::{Slab, SlabPool};
 use crate::sector::is_aligned;
@@ -20,6 +23,7 @@ use crate::sector::is_aligned;
 /// Bounds of a schedule.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
+    /// Of each drive.
     pub depth_bytes: u64,
     pub chunk_bytes: u32,
     /// With more reads than this waiting, a segment is one request: parallelism then comes from the reads.
@@ -28,8 +32,8 @@ pub(crate) struct Limits {
     pub calls: usize,
     /// Reads admitted and not yet taken as completions.
     pub reads: usize,
-    /// Bound by the drive's queue, where it is known.
-    pub cap: Option<RequestCap>,
+    /// Bound by each drive's queue, where it is known.
+    pub caps: [Option<RequestCap>; DRIVES_MAX],
 }
 
 /// How many requests of a drive's queue may be taken, and the bytes of one: a longer call takes several.
@@ -40,7 +44,7 @@ pub(crate) struct RequestCap {
 }
 
 impl RequestCap {
-    fn taken_by(self, len: u32) -> u64 {
+    pub fn taken_by(self, len: u32) -> u64 {
         u64::from(len).div_ceil(self.request_bytes)
     }
 }
@@ -49,6 +53,7 @@ impl RequestCap {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Issue {
     pub op: u32,
+    /// The file, or the copy of it that is read.
     pub file: FileId,
     pub fd: RawFd,
     pub direct: bool,
@@ -76,10 +81,7 @@ pub(crate) struct Schedule {
     /// Operations to be called again.
     again: Vec<u32>,
     ready: VecDeque<Completion>,
-    bytes_out: u64,
-    /// Requests of the drive's queue, where they are capped.
-    requests_out: u64,
-    calls_out: usize,
+    router: Router,
     active: usize,
     started: usize,
     stopping: bool,
@@ -118,11 +120,16 @@ struct Op {
     chunk: Chunk,
     call: Call,
     not_before_ns: u64,
+    drive: usize,
+    /// Drives that have failed this request, and what the first one, where the file itself is, had to say.
+    failed: DriveSet,
+    fault: Option<(Fault, u32)>,
 }
 
 impl Schedule {
     pub fn new(files: Arc<FileSet>, pool: SlabPool, limits: Limits) -> Schedule {
         let Limits { reads, calls, .. } = limits;
+        let router = Router::new(&limits.caps[..files.drives()], limits.depth_bytes);
         Schedule {
             files,
             pool,
@@ -136,9 +143,7 @@ impl Schedule {
             free_ops: (0..calls as u32).rev().collect(),
             again: Vec::with_capacity(calls),
             ready: VecDeque::with_capacity(reads),
-            bytes_out: 0,
-            requests_out: 0,
-            calls_out: 0,
+            router,
             active: 0,
             started: 0,
             stopping: false,
@@ -180,7 +185,7 @@ impl Schedule {
     pub fn next(&mut self, now_ns: u64) -> Option<Issue> {
         if let Some(position) = self.again.iter().position(|op| self.may_repeat(*op, now_ns)) {
             let op = self.again.swap_remove(position);
-            return Some(self.issue(op));
+            return Some(self.issue(op, now_ns));
         }
         let (slot, position) = self.choose()?;
         let active = self.slots[slot as usize].as_ref()?;
@@ -188,9 +193,7 @@ impl Schedule {
         let rest = segment.len - active.inside;
         let busy = self.waiting.len() > self.limits.whole_when_waiting;
         let len = if busy { rest } else { rest.min(self.limits.chunk_bytes) };
-        if !self.fits(len, priority) {
-            return None;
-        }
+        let drive = self.router.choose(self.files.sources(segment.file), len, priority, now_ns)?;
         let op = self.free_ops.pop()?;
         self.tick(now_ns);
         if let Some(position) = position {
@@ -201,9 +204,10 @@ impl Schedule {
         // One that was promoted while it was being handed out waits a second time.
         self.started += usize::from(!active.started);
         active.started = true;
-        let chunk = chunk_at(segment, active.inside, len);
+        let file = self.files.copy_on(segment.file, drive).unwrap_or(segment.file);
+        let chunk = chunk_at(segment, file, active.inside, len);
         self.ops[op as usize] =
-            Op { slot, segment: active.segment, chunk, call: Call::default(), not_before_ns: now_ns };
+            Op { slot, segment: active.segment, chunk, drive, not_before_ns: now_ns, ..Op::default() };
         active.outstanding += 1;
         active.inside += len;
         // Padding after the last wanted byte is read with it or not at all.
@@ -214,18 +218,16 @@ impl Schedule {
         if active.segment == active.read.segments.len() {
             self.current[priority as usize] = None;
         }
-        Some(self.issue(op))
+        Some(self.issue(op, now_ns))
     }
 
     /// Takes the result of a call: bytes, or a negative errno.
     pub fn complete(&mut self, op: u32, result: i32, now_ns: u64) {
         let record = &mut self.ops[op as usize];
-        self.bytes_out -= u64::from(record.call.len);
-        self.requests_out -= self.limits.cap.map_or(0, |cap| cap.taken_by(record.call.len));
-        self.calls_out -= 1;
-        let step = record.chunk.advance(record.call, result);
-        let (slot, chunk, segment) = (record.slot, record.chunk, record.segment);
         let arrived = u64::try_from(result).unwrap_or(0);
+        self.router.came(record.drive, record.call.len, arrived, now_ns);
+        let step = record.chunk.advance(record.call, result);
+        let (slot, chunk) = (record.slot, record.chunk);
         self.stats.bytes += arrived;
         if let Some(active) = &mut self.slots[slot as usize] {
             active.bytes += arrived;
@@ -237,14 +239,54 @@ impl Schedule {
             }
             Step::Refused(errno) => match self.files.refuse_direct(chunk.file, errno) {
                 Ok(()) => return self.repeat(op, now_ns, now_ns),
+                Err(error) if self.fail_over(op, Fault::Errno(errno), &error) => {
+                    return self.repeat(op, now_ns, now_ns);
+                }
                 Err(error) => self.fail(slot, chunk.at, error, now_ns),
             },
             Step::Failed(fault) => {
-                let error = self.failure(slot, segment, &chunk, fault);
+                let error = self.failure(op, chunk.file, (fault, chunk.got));
+                if self.fail_over(op, fault, &error) {
+                    return self.repeat(op, now_ns, now_ns);
+                }
+                // What the file itself had to say is the error, whichever copy was the last to fail.
+                let error = match self.ops[op as usize].fault {
+                    Some(first) => self.failure(op, self.segment_of(op).file, first),
+                    None => error,
+                };
                 self.fail(slot, chunk.at, error, now_ns);
             }
         }
         self.release(op, now_ns);
+    }
+
+    /// Has `op` read from another copy after `fault`; `false` where none is left that has not failed it. The file
+    /// itself is tried before its copies.
+    fn fail_over(&mut self, op: u32, fault: Fault, error: &IoError) -> bool {
+        let file = self.segment_of(op).file;
+        let record = &mut self.ops[op as usize];
+        self.router.failed(record.drive);
+        if record.drive == 0 {
+            record.fault = Some((fault, record.chunk.got));
+        }
+        record.failed = record.failed.with(record.drive);
+        let holders = self.files.holders(file);
+        if holders.len() > 1 {
+            self.files.avoid(record.chunk.file, error);
+        }
+        let Some(drive) = holders.without(record.failed).first() else {
+            return false;
+        };
+        let Chunk { offset, at, len, want, .. } = record.chunk;
+        record.drive = drive;
+        record.chunk = Chunk::new(self.files.copy_on(file, drive).unwrap_or(file), offset, at, len, want);
+        true
+    }
+
+    /// The part of its read that `op` belongs to.
+    fn segment_of(&self, op: u32) -> Segment {
+        let Op { slot, segment, .. } = self.ops[op as usize];
+        self.slots[slot as usize].as_ref().map(|active| active.read.segments[segment]).unwrap_or_default()
     }
 
     pub fn take_ready(&mut self) -> Option<Completion> {
@@ -262,7 +304,7 @@ impl Schedule {
 
     /// Calls made and not completed.
     pub fn calls_out(&self) -> usize {
-        self.calls_out
+        self.router.calls_out()
     }
 
     /// Whether `next` may have something once depth or time allows.
@@ -306,6 +348,11 @@ impl Schedule {
 
     pub fn stats(&self) -> DeviceStats {
         self.stats
+    }
+
+    /// What each drive did.
+    pub fn drives(&self) -> Vec<DriveStats> {
+        self.router.stats().collect()
     }
 
     /// From now on no call is handed out; reads without one in the kernel give their slabs back.
@@ -380,9 +427,9 @@ impl Schedule {
 
     /// Whether the pause of `op` is over and depth allows its call.
     fn may_repeat(&self, op: u32, now_ns: u64) -> bool {
-        let Op { slot, chunk, not_before_ns, .. } = self.ops[op as usize];
+        let Op { slot, chunk, drive, not_before_ns, .. } = self.ops[op as usize];
         let priority = self.slots[slot as usize].as_ref().map_or(Priority::Demand, |active| active.read.priority);
-        not_before_ns <= now_ns && self.fits(chunk.len - chunk.got, priority)
+        not_before_ns <= now_ns && self.router.fits(drive, chunk.len - chunk.got, priority)
     }
 
     /// The read to hand out from: of each priority first the one that has started, then the next upwards of `head`,
@@ -404,27 +451,14 @@ impl Schedule {
         None
     }
 
-    /// Whether `len` more bytes may go to the kernel. Lookahead leaves a quarter of the depth to demand. One request
-    /// always passes, or a depth below the request size would stop everything.
-    fn fits(&self, len: u32, priority: Priority) -> bool {
-        let depth = match priority {
-            Priority::Demand => self.limits.depth_bytes,
-            Priority::Lookahead => self.limits.depth_bytes / 4 * 3,
-        };
-        let queue = |cap: RequestCap| self.requests_out + cap.taken_by(len) <= cap.requests;
-        self.calls_out == 0 || (self.bytes_out + u64::from(len) <= depth && self.limits.cap.is_none_or(queue))
-    }
-
-    fn issue(&mut self, op: u32) -> Issue {
+    fn issue(&mut self, op: u32, now_ns: u64) -> Issue {
         let align = self.files.align();
         let record = &mut self.ops[op as usize];
         let chunk = &record.chunk;
         let source = self.files.source(chunk.file);
         let call = chunk.call(source.direct, align);
         record.call = call;
-        self.bytes_out += u64::from(call.len);
-        self.requests_out += self.limits.cap.map_or(0, |cap| cap.taken_by(call.len));
-        self.calls_out += 1;
+        self.router.went(record.drive, call.len, now_ns);
         let slab = self.slots[record.slot as usize].as_ref().map(|active| &active.slab);
         let Some(slab) = slab else { unreachable!("operation {op} belongs to no read") };
         Issue {
@@ -518,14 +552,14 @@ impl Schedule {
         self.ready.push_back(Completion { tag: read.tag, slab, result, bytes, service });
     }
 
-    fn failure(&self, slot: u32, segment: usize, chunk: &Chunk, fault: Fault) -> IoError {
-        let whole = self.slots[slot as usize].as_ref().map(|active| active.read.segments[segment]);
-        let whole = whole.unwrap_or_default();
+    /// The error of `op` where `file`, of which `got` bytes had arrived, met `fault`.
+    fn failure(&self, op: u32, file: FileId, (fault, got): (Fault, u32)) -> IoError {
+        let (whole, chunk) = (self.segment_of(op), &self.ops[op as usize].chunk);
         let range = ReadRange {
-            path: self.files.shared_path(chunk.file),
+            path: self.files.shared_path(file),
             offset: whole.offset,
             wanted: u64::from(whole.want),
-            got: chunk.offset - whole.offset + u64::from(chunk.got),
+            got: chunk.offset - whole.offset + u64::from(got),
         };
         match fault {
             Fault::Errno(errno) => IoError::Read { range, errno },
@@ -545,10 +579,10 @@ impl Schedule {
     }
 }
 
-/// The request for `len` bytes from `inside` of a segment.
-fn chunk_at(segment: Segment, inside: u32, len: u32) -> Chunk {
+/// The request to `file` for `len` bytes from `inside` of a segment.
+fn chunk_at(segment: Segment, file: FileId, inside: u32, len: u32) -> Chunk {
     let want = (segment.want - inside).min(len);
-    Chunk::new(segment.file, segment.offset + u64::from(inside), segment.at + inside, len, want)
+    Chunk::new(file, segment.offset + u64::from(inside), segment.at + inside, len, want)
 }
 
 #[cfg(test)]
@@ -566,7 +600,7 @@ mod tests {
         let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
         let pool = SlabPool::new(SLAB as usize, 8).unwrap();
         let whole_when_waiting = usize::MAX;
-        let limits = Limits { depth_bytes, chunk_bytes: CHUNK, whole_when_waiting, calls, reads: 8, cap: None };
+        let limits = Limits { depth_bytes, chunk_bytes: CHUNK, whole_when_waiting, calls, reads: 8, caps: [None; 8] };
         (Schedule::new(files, pool.clone(), limits), pool, file)
     }
 
@@ -657,7 +691,7 @@ mod tests {
         // Requests of half a chunk, of one, and of more: a call takes two, one, one.
         for (request_bytes, calls_out) in [(chunk / 2, 3), (chunk, 7), (chunk * 3, 7)] {
             let (mut schedule, pool, _file) = schedule(1 << 40, 64);
-            schedule.limits.cap = Some(RequestCap { requests: 7, request_bytes });
+            schedule.router = Router::new(&[Some(RequestCap { requests: 7, request_bytes })], 1 << 40);
             for tag in 0..8 {
                 let offset = tag * u64::from(SLAB);
                 schedule.admit(read(tag, Priority::Demand, offset), pool.take().unwrap(), 0).unwrap();
@@ -671,11 +705,11 @@ mod tests {
                 schedule.complete(issue.op, issue.len as i32, 0);
                 done += 1;
             }
-            assert_eq!((schedule.requests_out, schedule.calls_out()), (0, 0));
+            assert_eq!(schedule.calls_out(), 0);
         }
         // One call passes, whatever it takes.
         let (mut schedule, pool, _file) = schedule(1 << 40, 64);
-        schedule.limits.cap = Some(RequestCap { requests: 1, request_bytes: 4096 });
+        schedule.router = Router::new(&[Some(RequestCap { requests: 1, request_bytes: 4096 })], 1 << 40);
         schedule.admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();
         assert_eq!(run_dry(&mut schedule), [0, 1, 2, 3]);
     }

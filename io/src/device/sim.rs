@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use crate::device::schedule::{Issue, Limits, Schedule};
 use crate::device::{Completion, Device, DeviceReport, DeviceStats, Read, RejectReason, Rejected, Wait};
+use crate::drive::DriveStats;
 use crate::error::IoError;
 use crate::file::FileSet;
-use crate::limits::{DEPTH_BYTES_MIN, QUEUE_READS, RING_CHUNK_BYTES, RING_ENTRIES};
+use crate::limits::{DEPTH_BYTES_MIN, DRIVES_MAX, QUEUE_READS, RING_CHUNK_BYTES, RING_ENTRIES};
 use crate::pool::{Slab, SlabPool};
 use crate::sector::is_aligned;
 
@@ -54,6 +55,8 @@ pub struct SimConfig {
     pub stall_per_mille: u16,
     /// How long a stall lasts.
     pub stall: Duration,
+    /// Of the drives that hold the files, one that fails every call with `EIO` from this one on, counted over all.
+    pub lost: Option<(usize, u64)>,
     /// Faults at given calls, counted from 0 over the life of the device; they come before chance.
     pub script: Vec<(u64, SimFault)>,
     /// Cap on bytes handed out at a time.
@@ -80,6 +83,7 @@ impl SimConfig {
             eintr_per_mille: 0,
             stall_per_mille: 0,
             stall: Duration::from_secs(5),
+            lost: None,
             script: Vec::new(),
             depth_bytes: DEPTH_BYTES_MIN,
             chunk_bytes: RING_CHUNK_BYTES,
@@ -121,7 +125,7 @@ pub fn sim_device(cfg: &SimConfig, files: Arc<FileSet>, pool: &SlabPool) -> Resu
         whole_when_waiting: usize::MAX,
         calls: cfg.calls,
         reads: cfg.queue,
-        cap: None,
+        caps: [None; DRIVES_MAX],
     };
     Ok(Box::new(Sim {
         schedule: Schedule::new(Arc::clone(&files), pool.clone(), limits),
@@ -175,7 +179,9 @@ impl Sim {
         {
             let number = self.calls;
             self.calls += 1;
-            let fault = self.draw(number, len);
+            let drawn = self.draw(number, len);
+            let lost = self.cfg.lost.filter(|(drive, from)| self.files.drive_of(file) == *drive && *from <= number);
+            let fault = lost.map(|_| SimFault::Errno(libc::EIO)).or(drawn);
             let mut due_ns = self.clock_ns + self.delay_ns();
             if let Some(SimFault::Stall(stall)) = fault {
                 due_ns += stall.as_nanos() as u64;
@@ -334,6 +340,10 @@ impl Device for Sim {
 
     fn stats(&self) -> DeviceStats {
         self.schedule.stats()
+    }
+
+    fn drives(&self) -> Vec<DriveStats> {
+        self.schedule.drives()
     }
 
     fn describe(&self) -> &DeviceReport {

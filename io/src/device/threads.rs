@@ -8,10 +8,10 @@ use std::time::Duration;
 use crate::access::{IoMode, drop_cached};
 use crate::device::host::{Hosted, Shared, Waker};
 use crate::device::schedule::{Issue, Limits, Schedule};
-use crate::device::{Device, DeviceConfig, DeviceReport};
+use crate::device::{Device, DeviceConfig, DeviceReport, requests_max};
 use crate::error::{Errno, IoError};
 use crate::file::FileSet;
-use crate::limits::THREAD_CHUNK_BYTES;
+use crate::limits::{DRIVES_MAX, THREAD_CHUNK_BYTES};
 use crate::pool::SlabPool;
 
 /// How the threads of a device read.
@@ -33,7 +33,7 @@ pub(crate) fn open(
     pool: &SlabPool,
     fallback: Option<String>,
 ) -> Result<Box<dyn Device>, IoError> {
-    let cap = cfg.request_cap(&files, pool);
+    let limits = Limits { caps: cfg.request_caps(&files, pool), ..limits(cfg, &files, pool) };
     let calls = Preads {
         flags: if files.mode() == IoMode::DontCache { libc::RWF_DONTCACHE } else { 0 },
         drop_after: files.mode() == IoMode::Drop,
@@ -41,36 +41,38 @@ pub(crate) fn open(
     let report = DeviceReport {
         name: "threads",
         fallback,
-        requests_max: cap.map(|cap| cap.requests),
+        requests_max: requests_max(&limits.caps[..files.drives()]),
         ..DeviceReport::default()
     };
-    let limits = Limits { cap, ..limits(cfg, &files, pool) };
-    start(cfg, Schedule::new(files, pool.clone(), limits), report, calls)
+    start(cfg.threads_for(&files), Schedule::new(files, pool.clone(), limits), report, calls)
 }
 
-/// Bounds of a schedule whose calls are made by `cfg.threads` threads.
+/// Bounds of a schedule whose calls are made by threads.
 pub(crate) fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool) -> Limits {
+    let threads = cfg.threads_for(files);
+    // A slab that is to be striped is never one request.
+    let whole = cfg.chunk_bytes.is_none() && files.drives() == 1;
     Limits {
         depth_bytes: cfg.depth_for(pool.slab_bytes()),
         chunk_bytes: cfg.chunk_for(THREAD_CHUNK_BYTES, files),
-        whole_when_waiting: if cfg.chunk_bytes.is_none() { cfg.threads - 1 } else { usize::MAX },
+        whole_when_waiting: if whole { threads - 1 } else { usize::MAX },
         // A request that waits to be repeated keeps its operation, which must not stop a thread that is idle.
-        calls: cfg.threads * 4,
+        calls: threads * 4,
         reads: cfg.queue,
-        cap: None,
+        caps: [None; DRIVES_MAX],
     }
 }
 
-/// Starts `cfg.threads` threads over `schedule`.
+/// Starts so many threads over `schedule`.
 pub(crate) fn start(
-    cfg: &DeviceConfig,
+    threads: usize,
     schedule: Schedule,
     report: DeviceReport,
     calls: impl Calls,
 ) -> Result<Box<dyn Device>, IoError> {
     let (shared, calls) = (Shared::new(schedule), Arc::new(calls));
-    let mut hosted = Hosted::new(Arc::clone(&shared), Waker::Condvar, Vec::with_capacity(cfg.threads), report);
-    for index in 0..cfg.threads {
+    let mut hosted = Hosted::new(Arc::clone(&shared), Waker::Condvar, Vec::with_capacity(threads), report);
+    for index in 0..threads {
         let (shared, calls) = (Arc::clone(&shared), Arc::clone(&calls));
         let thread = std::thread::Builder::new().name(format!("read-{index}")).spawn(move || {
             let guard = DeathWatch(&shared);

@@ -1,0 +1,228 @@
+//! Copies on other drives: the same bytes from every device, whichever copy fails and whenever.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+mod common;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Kind, Model, check_bytes, demand, kinds, open, plan_of, span};
+use millstream_io::{
+    Device, DeviceConfig, DriveStats, Errno, FileId, FileSet, FileSpan, IoError, IoMode, Mirror, SimConfig, SlabPool,
+    Wait, sim_device,
+};
+
+const KIB: u64 = 1024;
+const SIZES: [u64; 2] = [2000 * KIB, 1500 * KIB + 77];
+
+/// Reads over both files, some of both, up to their last bytes.
+fn reads() -> Vec<Vec<FileSpan>> {
+    let both = |i: u64| vec![span(0, i * 90_001, 200 * KIB + i * 13), span(1, i * 70_003 + 1, 150 * KIB + i)];
+    (0..18).map(both).chain([vec![span(1, SIZES[1] - 5000, 5000)], vec![span(0, 0, 1)]]).collect()
+}
+
+/// The model and copies of its first `copies` files.
+fn mirrored(copies: usize) -> (Model, Model, Mirror) {
+    let (model, other) = (Model::new(&SIZES), Model::new(&SIZES[..copies]));
+    let mirror = mirror_of(&other);
+    (model, other, mirror)
+}
+
+fn mirror_of(other: &Model) -> Mirror {
+    let copies: Vec<Option<PathBuf>> = other.paths.iter().cloned().map(Some).chain([None, None]).take(2).collect();
+    Mirror { dir: other.dir.path().to_owned(), copies }
+}
+
+fn open_both(model: &Model, mirror: &Mirror, mode: IoMode) -> Arc<FileSet> {
+    Arc::new(FileSet::open_mirrored(&model.paths, std::slice::from_ref(mirror), mode).unwrap())
+}
+
+/// Makes every read; checks every byte of those that succeed and returns the errors of the others.
+fn read_all(device: &mut dyn Device, files: &FileSet, pool: &SlabPool, context: &str) -> Vec<IoError> {
+    let wanted = reads();
+    let plans: Vec<_> = wanted.iter().map(|spans| plan_of(files, spans)).collect();
+    let (mut next, mut errors) = (0, Vec::new());
+    loop {
+        while next < plans.len()
+            && let Some(slab) = pool.take()
+        {
+            device.submit(demand(next as u64, &plans[next]), slab).unwrap();
+            next += 1;
+        }
+        let Some(done) = device.reap(Wait::Block).unwrap() else { return errors };
+        match done.result {
+            Ok(()) => {
+                let tag = done.tag as usize;
+                check_bytes(&plans[tag], &wanted[tag], done.slab.bytes(), context);
+            }
+            Err(error) => errors.push(error),
+        }
+    }
+}
+
+fn pool() -> SlabPool {
+    SlabPool::new(400 * KIB as usize, 4).unwrap()
+}
+
+/// Requests small enough that each read is striped.
+fn striping() -> DeviceConfig {
+    DeviceConfig { chunk_bytes: Some(64 << 10), ..DeviceConfig::default() }
+}
+
+fn bytes(drives: &[DriveStats]) -> Vec<u64> {
+    drives.iter().map(|drive| drive.bytes).collect()
+}
+
+#[test]
+fn every_device_reads_the_same_bytes_from_two_drives_as_from_one() {
+    for kind in kinds() {
+        for mode in kind.modes() {
+            let (model, _other, mirror) = mirrored(2);
+            let (files, pool) = (open_both(&model, &mirror, mode), pool());
+            let mut device = open(kind, &striping(), &files, &pool);
+            let context = format!("{kind:?} {mode}");
+            assert_eq!(read_all(&mut *device, &files, &pool, &context), [], "{context}");
+            let drives = device.drives();
+            assert!(drives.len() == 2 && drives.iter().all(|drive| drive.bytes > 0 && drive.errors == 0), "{context}");
+            assert_eq!(bytes(&drives).iter().sum::<u64>(), device.stats().bytes, "{context}");
+            assert_eq!(files.warnings(), [""; 0], "{context}");
+            assert_eq!(files.len(), 2, "copies are no files of the model");
+        }
+    }
+}
+
+#[test]
+fn what_a_mirror_lacks_is_read_from_the_model() {
+    for kind in kinds() {
+        let (model, other, mirror) = mirrored(1);
+        let (files, pool) = (open_both(&model, &mirror, kind.mode()), pool());
+        let note = format!("mirror {} has 1 of 2 files", other.dir.path().display());
+        assert_eq!(files.describe().iter().filter(|line| line.starts_with(&note)).count(), 1, "{:?}", files.describe());
+        let mut device = open(kind, &striping(), &files, &pool);
+        assert_eq!(read_all(&mut *device, &files, &pool, "partial"), []);
+        // 18 reads of the second file take at least 150 KiB each from the only drive that has it.
+        let drives = bytes(&device.drives());
+        assert!(drives[0] >= 18 * 150 * KIB && drives[1] > 0, "{kind:?}: {drives:?}");
+    }
+}
+
+#[test]
+fn a_mirror_that_fails_while_it_is_read_costs_one_warning_and_no_byte() {
+    for kind in kinds() {
+        let (model, other, mirror) = mirrored(2);
+        let (files, pool) = (open_both(&model, &mirror, kind.mode()), pool());
+        let mut device = open(kind, &striping(), &files, &pool);
+        assert_eq!(read_all(&mut *device, &files, &pool, "before"), []);
+        for path in &other.paths {
+            std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(8192).unwrap();
+        }
+        for _ in 0..3 {
+            assert_eq!(read_all(&mut *device, &files, &pool, "after"), [], "{kind:?}");
+        }
+        let warnings = files.warnings();
+        assert!(warnings.len() == 1, "{kind:?}: {warnings:?}");
+        let names_it = warnings[0].contains(&*other.dir.path().to_string_lossy());
+        assert!(names_it && warnings[0].contains("file ends early"), "{kind:?}: {warnings:?}");
+        let drives = device.drives();
+        assert!(drives[0].errors == 0 && drives[1].errors >= 2, "{kind:?}: {drives:?}");
+    }
+}
+
+#[test]
+fn the_models_own_damage_is_covered_by_a_mirror_and_told() {
+    for kind in kinds() {
+        let (model, other, mirror) = mirrored(2);
+        let (files, pool) = (open_both(&model, &mirror, kind.mode()), pool());
+        let mut device = open(kind, &striping(), &files, &pool);
+        let shorten = |path| std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(4096).unwrap();
+        shorten(&model.paths[0]);
+        for _ in 0..2 {
+            assert_eq!(read_all(&mut *device, &files, &pool, "covered"), [], "{kind:?}");
+        }
+        let warnings = files.warnings();
+        assert!(warnings.len() == 1 && warnings[0].contains("own directory is damaged"), "{kind:?}: {warnings:?}");
+        let mut buf = vec![0; 70_000];
+        files.read_exact_at(FileId(0), 1_000_001, &mut buf).unwrap();
+        assert!(buf.iter().zip(1_000_001..).all(|(byte, offset)| *byte == common::byte_at(0, offset)));
+
+        // With both copies gone the error is the model's, whichever copy was asked last.
+        shorten(&other.paths[0]);
+        let errors = read_all(&mut *device, &files, &pool, "gone");
+        assert!(errors.len() >= 18, "{kind:?}: {}", errors.len());
+        for error in errors {
+            let IoError::EndOfFile { range } = error else { panic!("{kind:?}: {error:?}") };
+            assert_eq!(*range.path, *model.paths[0], "{kind:?}");
+        }
+        let error = files.read_exact_at(FileId(0), 1_000_001, &mut buf).unwrap_err();
+        assert!(matches!(error, IoError::EndOfFile { range } if *range.path == *model.paths[0]));
+    }
+}
+
+#[test]
+fn one_drive_lost_at_any_moment_changes_no_byte() {
+    let (model, _other, mirror) = mirrored(2);
+    for seed in 0..200 {
+        for lost in [0, 1] {
+            let files = open_both(&model, &mirror, IoMode::Auto);
+            let storm = SimConfig {
+                eio_per_mille: 0,
+                zero_per_mille: 0,
+                chunk_bytes: 16 << (10 + seed % 3),
+                lost: Some((lost, seed)),
+                ..SimConfig::stormy(seed)
+            };
+            let pool = pool();
+            let mut device = sim_device(&storm, Arc::clone(&files), &pool).unwrap();
+            let context = format!("seed {seed}, drive {lost} lost");
+            assert_eq!(read_all(&mut *device, &files, &pool, &context), [], "{context}");
+            let told = files.warnings().len();
+            assert!(told <= 1 && (told == 1) == (device.drives()[lost].errors > 0), "{context}");
+            drop(device);
+            assert_eq!(pool.free(), 4, "{context}: a slab leaked");
+        }
+    }
+}
+
+#[test]
+fn both_drives_lost_is_an_error_of_the_models_file() {
+    let (model, _other, mirror) = mirrored(2);
+    let files = open_both(&model, &mirror, IoMode::Auto);
+    let storm = SimConfig { eio_per_mille: 1000, delay: Duration::ZERO..Duration::ZERO, ..SimConfig::calm(3) };
+    let pool = pool();
+    let mut device = sim_device(&storm, Arc::clone(&files), &pool).unwrap();
+    let errors = read_all(&mut *device, &files, &pool, "both");
+    assert_eq!(errors.len(), reads().len());
+    for error in errors {
+        let IoError::Read { range, errno } = error else { panic!("{error:?}") };
+        assert!(errno == Errno(libc::EIO) && model.paths.iter().any(|path| **path == *range.path), "{range:?}");
+    }
+    assert_eq!(files.warnings().len(), 2, "one for each drive");
+}
+
+#[test]
+fn what_is_no_copy_is_refused() {
+    let (model, other, mirror) = mirrored(2);
+    let open = |mirrors: &[Mirror]| FileSet::open_mirrored(&model.paths, mirrors, IoMode::Auto);
+    let many = vec![mirror.clone(); 8];
+    assert!(matches!(open(&many), Err(IoError::BadRequest { .. })), "a bit each in a byte, the model's own included");
+    assert!(open(&many[..7]).is_ok());
+    std::fs::OpenOptions::new().write(true).open(&other.paths[1]).unwrap().set_len(SIZES[1] - 1).unwrap();
+    let error = open(std::slice::from_ref(&mirror)).unwrap_err();
+    let IoError::NotACopy { path, of, what } = &error else { panic!("{error:?}") };
+    assert_eq!((&**path, &**of), (&*other.paths[1], &*model.paths[1]));
+    assert!(what.contains(&SIZES[1].to_string()), "{what}");
+    std::fs::remove_file(&other.paths[1]).unwrap();
+    let error = open(std::slice::from_ref(&mirror)).unwrap_err();
+    assert!(matches!(error, IoError::Open { path, .. } if *path == *other.paths[1]));
+}
+
+#[test]
+fn two_directories_on_one_device_are_said_to_be() {
+    let (model, other, mirror) = mirrored(2);
+    let files = open_both(&model, &mirror, IoMode::Auto);
+    let note = format!("mirror {} is on the same block device", other.dir.path().display());
+    assert!(files.describe().iter().any(|line| line.starts_with(&note)), "{:?}", files.describe());
+    assert!(kinds().contains(&Kind::Sim) && files.drives() == 2);
+    assert_eq!((files.drive_dir(0), files.drive_dir(1)), (model.dir.path(), other.dir.path()));
+}
