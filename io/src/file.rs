@@ -147,6 +147,11 @@ impl FileSet {
         entry.downgraded.get().unwrap_or(&entry.opened_as)
     }
 
+    /// How every file and every copy is read now.
+    pub fn accesses(&self) -> impl Iterator<Item = &Access> {
+        self.entries().map(|file| self.access(file))
+    }
+
     /// Path the file was opened by. Panics for an id that is not of this set.
     pub fn path(&self, file: FileId) -> &Path {
         &self.entry(file).path

@@ -5,7 +5,7 @@ mod common;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{Kind, Model, check_bytes, demand, kinds, open, plan_of, span};
 use millstream_io::{
@@ -117,15 +117,18 @@ fn a_mirror_that_fails_while_it_is_read_costs_one_warning_and_no_byte() {
         for path in &other.paths {
             std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(8192).unwrap();
         }
-        for _ in 0..3 {
+        // A drive that was slow for a moment is left out for a while, though not as long as this.
+        let began = Instant::now();
+        while device.drives()[1].errors == 0 && began.elapsed() < Duration::from_secs(100) {
             assert_eq!(read_all(&mut *device, &files, &pool, "after"), [], "{kind:?}");
         }
+        assert_eq!(read_all(&mut *device, &files, &pool, "after the warning"), [], "{kind:?}");
         let warnings = files.warnings();
         assert!(warnings.len() == 1, "{kind:?}: {warnings:?}");
         let names_it = warnings[0].contains(&*other.dir.path().to_string_lossy());
         assert!(names_it && warnings[0].contains("file ends early"), "{kind:?}: {warnings:?}");
         let drives = device.drives();
-        assert!(drives[0].errors == 0 && drives[1].errors >= 2, "{kind:?}: {drives:?}");
+        assert!(drives[0].errors == 0 && drives[1].errors > 0, "{kind:?}: {drives:?}");
     }
 }
 

@@ -11,6 +11,7 @@ pub mod error;
 pub mod experts;
 mod header;
 mod index;
+pub mod mirror;
 pub mod required;
 pub mod synth;
 pub mod tensors;

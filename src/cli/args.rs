@@ -112,6 +112,10 @@ pub struct RunArgs {
     /// 20 MB, are not counted [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = parse_ram)]
     pub ram: Option<Ram>,
+    /// A directory on another drive with copies of the model's shards, all or some; may be given several times. Reads are
+    /// shared out by how fast the drives are
+    #[arg(long, value_name = "DIR")]
+    pub mirror: Vec<PathBuf>,
     /// How files are read: auto, direct (around the page cache, or fail), buffered, dontcache and drop (through the page
     /// cache without staying in it) or mmap [default: auto]
     #[arg(long, value_name = "MODE")]

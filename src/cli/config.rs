@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
+use millstream_io::limits::DRIVES_MAX;
 use millstream_io::{DeviceKind, IoMode, settle};
 use serde_json::Value as Json;
 
@@ -81,6 +82,7 @@ pub struct RunConfig {
     /// Whether what was found out by tuning counts.
     pub tuning: bool,
     available: u64,
+    mirrors: Vec<PathBuf>,
     reading: Reading,
     asked: Asked,
     isa: Option<Isa>,
@@ -126,6 +128,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     let threads = settings.pick("threads", args.threads, machine, args::parse_threads, default_threads)?;
     let ram = settings.pick("ram", args.ram, machine, args::parse_ram, (Ram::Auto, &machine.memory.source))?;
     let (reading, asked) = decide_reading(args, machine, &mut settings)?;
+    let mirrors = decide_mirrors(args, &mut settings)?;
     let tuning = args.tuning.unwrap_or(true);
     settings.add("tuning", args::TUNING.name(tuning), flag_or_default(&args.tuning));
     let kernels = args.kernels.unwrap_or(KernelChoice::Auto);
@@ -154,6 +157,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         },
         available: machine.memory.available,
         tuning,
+        mirrors,
         reading,
         asked,
         isa: match kernels {
@@ -171,6 +175,7 @@ impl RunConfig {
     /// What the engine needs, for a context of `context` tokens.
     pub fn engine(&self, context: usize) -> EngineConfig {
         self.reading.configure(EngineConfig {
+            mirrors: self.mirrors.clone(),
             memory: Memory::Total(self.ram),
             threads: self.threads,
             context: Some(context),
@@ -192,6 +197,9 @@ impl RunConfig {
             Lookup::Found(profile) => *profile,
         };
         let Profile { date, reading: best, .. } = profile;
+        if !self.mirrors.is_empty() {
+            return Some(format!("the tune of {date} read one drive, and is left aside for several"));
+        }
         let before = self.reading;
         self.reading = before.tuned(self.asked, best);
         self.set("tuning", date.clone(), "tuning profile of this machine and model");
@@ -301,19 +309,23 @@ fn decide_model(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> R
 
 /// Refuses what cannot be the directory of a model. `flag` is what takes it.
 pub fn check_model_dir(dir: &Path, flag: &str) -> Result<(), Failure> {
-    let hint = format!("{flag} takes the directory that holds config.json and the shards");
+    check_dir("model", dir, &format!("{flag} takes the directory that holds config.json and the shards"))
+}
+
+/// Refuses what is no directory; `what` it should be, and what to do about it.
+fn check_dir(what: &str, dir: &Path, hint: &str) -> Result<(), Failure> {
     match dir.metadata() {
         Ok(meta) if meta.is_dir() => Ok(()),
-        Ok(_) => Err(Failure::usage(format!("the model {} is not a directory", dir.display())).hint(hint)),
+        Ok(_) => Err(Failure::usage(format!("the {what} {} is not a directory", dir.display())).hint(hint)),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-            Err(Failure::usage(format!("the model {} does not exist", dir.display())).hint(hint))
+            Err(Failure::usage(format!("the {what} {} does not exist", dir.display())).hint(hint))
         }
         Err(e) => {
             let hint = match e.kind() {
-                std::io::ErrorKind::PermissionDenied => "this user may not enter a directory above it".into(),
+                std::io::ErrorKind::PermissionDenied => "this user may not enter a directory above it",
                 _ => hint,
             };
-            Err(Failure::usage(format!("the model {} cannot be looked at", dir.display())).cause(e).hint(hint))
+            Err(Failure::usage(format!("the {what} {} cannot be looked at", dir.display())).cause(e).hint(hint))
         }
     }
 }
@@ -343,6 +355,18 @@ fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) ->
         chunk: args.chunk.is_some(),
     };
     Ok((Reading { io, device, depth, chunk }, asked))
+}
+
+fn decide_mirrors(args: &RunArgs, settings: &mut Settings) -> Result<Vec<PathBuf>, Failure> {
+    for dir in &args.mirror {
+        check_dir("mirror", dir, "--mirror takes a directory with copies of the model's shards")?;
+    }
+    if args.mirror.len() >= DRIVES_MAX {
+        return Err(Failure::usage(format!("{} mirrors: at most {} are read", args.mirror.len(), DRIVES_MAX - 1)));
+    }
+    let shown: Vec<String> = args.mirror.iter().map(|dir| dir.display().to_string()).collect();
+    settings.add("mirror", shown, if args.mirror.is_empty() { "default" } else { "flag" });
+    Ok(args.mirror.clone())
 }
 
 fn decide_sampling(args: &RunArgs, settings: &mut Settings) -> Result<Sampling, Failure> {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::engine::stats::{Directness, Stats};
+use crate::engine::stats::{Directness, DriveUse, Stats};
 
 use super::config::Setting;
 use super::size;
@@ -171,6 +171,10 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
         seconds(io.wait_s),
         io.device,
     );
+    if !io.drives.is_empty() {
+        let uses: Vec<String> = io.drives.iter().map(drive_text).collect();
+        let _ = writeln!(text, "drives  {}", uses.join("; "));
+    }
     let experts = &stats.experts;
     let _ = writeln!(
         text,
@@ -193,6 +197,16 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
         size::show(memory.kv),
     );
     text
+}
+
+fn drive_text(drive: &DriveUse) -> String {
+    let rate = drive.gb_s.map_or_else(String::new, |gb_s| format!(" at {gb_s:.2} GB/s"));
+    let failed = match drive.errors {
+        0 => String::new(),
+        1 => ", 1 request failed".into(),
+        errors => format!(", {} requests failed", size::grouped(errors)),
+    };
+    format!("{} {}{rate}{failed}", drive.path, size::show(drive.bytes))
 }
 
 fn stage_table(text: &mut String, stats: &Stats) {
@@ -281,6 +295,19 @@ experts 10,000 used, 690 from disk, hit rate 93.1 %
 memory  123 MB at its peak: 5.00 MB resident weights, 9.00 MB expert cache, 200 kB context
 ";
         assert_eq!(stats_text(&stats, Some(7)), expected);
+    }
+
+    #[test]
+    fn each_drive_of_several_has_its_share_and_its_rate() {
+        let drive =
+            |path: &str, bytes, busy_s, errors| DriveUse { path: path.into(), bytes, busy_s, gb_s: None, errors };
+        let drives =
+            vec![drive("/a", 3_000_000_000, 1.5, 0), drive("/b", 500_000_000, 2.0, 1), drive("/c", 0, 0.0, 12)];
+        let mut stats = Stats { io: IoStats { drives, ..IoStats::default() }, ..Stats::default() };
+        stats.derive();
+        let expected =
+            "\ndrives  /a 3.00 GB at 2.00 GB/s; /b 500 MB at 0.25 GB/s, 1 request failed; /c 0 B, 12 requests failed\n";
+        assert!(stats_text(&stats, None).contains(expected), "{}", stats_text(&stats, None));
     }
 
     #[test]

@@ -185,16 +185,18 @@ fn leave(engine: Engine, quiet: bool) {
 fn engine_failure(error: EngineError) -> Failure {
     use EngineError::{Context, EmptyPrompt, NoIndexer, NoIsa, PromptTooLong, Sampling, TokenOutOfRange};
     let mut failure = Failure::of(&error);
-    if matches!(
-        error,
-        NoIsa(_)
-            | NoIndexer
-            | Context { .. }
-            | EmptyPrompt
-            | PromptTooLong { .. }
-            | TokenOutOfRange { .. }
-            | Sampling(_)
-    ) {
+    if matches!(&error, EngineError::Mirror(e) if e.is_choice())
+        || matches!(
+            error,
+            NoIsa(_)
+                | NoIndexer
+                | Context { .. }
+                | EmptyPrompt
+                | PromptTooLong { .. }
+                | TokenOutOfRange { .. }
+                | Sampling(_)
+        )
+    {
         failure.code = 2;
     }
     match error.hint() {

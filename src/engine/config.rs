@@ -1,5 +1,7 @@
 //! Everything an engine is opened with.
 
+use std::path::PathBuf;
+
 use millstream_io::{DEPTH_AUTO, DeviceKind, IoMode};
 
 use super::EngineError;
@@ -72,6 +74,8 @@ impl Depth {
 /// Everything an engine is opened with. Nothing here is looked up anywhere else.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineConfig {
+    /// Directories on other drives that hold copies of the shards, whole or in part.
+    pub mirrors: Vec<PathBuf>,
     /// How expert files are read.
     pub io: IoMode,
     /// What reads them.
@@ -125,6 +129,7 @@ impl EngineConfig {
     /// The defaults of `run`, with one compute thread and `available_bytes` of memory.
     pub fn new(available_bytes: u64) -> EngineConfig {
         EngineConfig {
+            mirrors: Vec::new(),
             io: IoMode::Auto,
             device: DeviceKind::Auto,
             depth: Depth::Auto,

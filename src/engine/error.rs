@@ -6,6 +6,7 @@ use thiserror::Error;
 use super::budget::TooSmall;
 use super::sampler::{SampleError, SamplingError};
 use crate::checkpoint::CheckpointError;
+use crate::checkpoint::mirror::MirrorError;
 use crate::checkpoint::verify::Damage;
 use crate::forward::ForwardError;
 use crate::kernels::Isa;
@@ -18,6 +19,9 @@ pub enum EngineError {
     /// The files are not a model this engine runs.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A directory is no mirror of the model.
+    #[error(transparent)]
+    Mirror(#[from] MirrorError),
     /// A file or the device failed.
     #[error(transparent)]
     Io(#[from] IoError),
@@ -115,6 +119,7 @@ impl EngineError {
     pub fn hint(&self) -> Option<String> {
         match self {
             EngineError::Checkpoint(e) | EngineError::Resident(ResidentError::Checkpoint(e)) => Some(e.hint().into()),
+            EngineError::Mirror(e) => Some(e.hint().into()),
             EngineError::Io(e)
             | EngineError::Resident(ResidentError::Read { source: e, .. } | ResidentError::Memory { source: e, .. })
             | EngineError::Table(TableError { source: e, .. })

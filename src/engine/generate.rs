@@ -181,6 +181,7 @@ impl Engine {
         self.kv.truncate(0);
         self.experts.store.reset_stats();
         self.device_before = self.experts.store.device().stats();
+        self.drives_before = self.experts.store.device().drives();
         self.times = Times { prompt_tokens, ..Times::default() };
         self.meter.restart();
     }

@@ -12,10 +12,10 @@ pub mod stop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millstream_io::{Device, DeviceConfig, DeviceStats, FileSet, SlabPool, open_device, settle};
+use millstream_io::{Device, DeviceConfig, DeviceStats, DriveStats, FileSet, SlabPool, open_device, settle};
 
-use crate::checkpoint::Checkpoint;
 use crate::checkpoint::arch::Arch;
+use crate::checkpoint::{Checkpoint, mirror};
 use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, shape_of};
 use crate::kernels::{Kernels, Team};
 use crate::meter::Meter;
@@ -54,6 +54,8 @@ pub struct Engine {
     times: Times,
     /// Counters of the device when the last generation began.
     device_before: DeviceStats,
+    /// And those of each drive.
+    drives_before: Vec<DriveStats>,
 }
 
 /// Opens the device that expert reads go through; a test may put another in its place.
@@ -89,7 +91,7 @@ impl Engine {
         let device = device(&p.files, &pool)?;
         notes.extend(device.describe().fallback.clone());
         notes.extend(device.describe().notes.iter().cloned());
-        let device_before = device.stats();
+        let (device_before, drives_before) = (device.stats(), device.drives());
         let mut store = ExpertStore::new(p.table, device, pool);
         store.set_checks(checks);
 
@@ -112,6 +114,7 @@ impl Engine {
             load: opened_in + started.elapsed(),
             times: Times::default(),
             device_before,
+            drives_before,
             model: Model { rope: p.rope, compute, arch, resident, sparse: p.sparse },
         })
     }
@@ -188,7 +191,8 @@ impl Prepared {
             None => Kernels::best(),
         };
         let (mode, _) = settle(config.io, config.device)?;
-        let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), mode)?);
+        let mirrors = mirror::find(&config.mirrors, &checkpoint.tensors)?;
+        let files = Arc::new(FileSet::open_mirrored(checkpoint.tensors.paths(), &mirrors, mode)?);
         let layers = arch.layers.len();
         let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || config.load_mtp)?;
         let plan = Plan::new(checkpoint, files.clone(), config.load_mtp)?;

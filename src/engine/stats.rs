@@ -3,7 +3,7 @@
 //! Whoever runs a generation fills in what was counted and timed; [`Stats::derive`] adds what follows from it. All
 //! times are in seconds unless the name says otherwise, all sizes in bytes.
 
-use millstream_io::{Access, FileId, IoMode};
+use millstream_io::{Access, IoMode};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::Engine;
@@ -193,6 +193,24 @@ pub struct IoStats {
     /// Reads in flight, averaged over `busy_s`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub depth_mean: Option<f64>,
+    /// The drives that shared the reads, the model's own first; none where there are no mirrors.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub drives: Vec<DriveUse>,
+}
+
+/// One of the drives that hold the model or copies of it.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
+pub struct DriveUse {
+    /// The directory.
+    pub path: String,
+    /// Bytes read from it.
+    pub bytes: u64,
+    /// Time with at least one request to it.
+    pub busy_s: f64,
+    /// Bytes read per second of `busy_s`, in 1e9 bytes.
+    pub gb_s: Option<f64>,
+    /// Requests it failed, which went to another drive where one had the bytes.
+    pub errors: u64,
 }
 
 /// Disk against arithmetic, during decode.
@@ -304,7 +322,7 @@ impl Engine {
         let device = self.experts.store.device();
         let (before, now) = (&self.device_before, device.stats());
         let busy_ns = now.busy_ns - before.busy_ns;
-        let direct = (0..self.files.len() as u32).map(|file| match self.files.access(FileId(file)) {
+        let direct = self.files.accesses().map(|access| match access {
             Access::Direct { .. } => Directness::Direct,
             Access::SilentlyBuffered { .. } => Directness::SilentlyBuffered,
             Access::Buffered { .. } | Access::DontCache | Access::Mapped | Access::Dropped => Directness::Buffered,
@@ -329,8 +347,25 @@ impl Engine {
             busy_s: seconds(busy_ns),
             depth_mean: (busy_ns > 0)
                 .then(|| (now.depth_integral_ns - before.depth_integral_ns) as f64 / busy_ns as f64),
+            drives: self.drives(),
             ..IoStats::default()
         }
+    }
+
+    /// What each drive did during the generation, where there are several.
+    fn drives(&self) -> Vec<DriveUse> {
+        if self.files.drives() == 1 {
+            return Vec::new();
+        }
+        let now = self.experts.store.device().drives();
+        let uses = now.iter().zip(&self.drives_before).enumerate().map(|(drive, (now, before))| DriveUse {
+            path: self.files.drive_dir(drive).display().to_string(),
+            bytes: now.bytes - before.bytes,
+            busy_s: (now.busy_ns - before.busy_ns) as f64 / 1e9,
+            gb_s: None,
+            errors: now.errors - before.errors,
+        });
+        uses.collect()
     }
 }
 
@@ -342,6 +377,9 @@ impl Stats {
         self.prefill_tok_s = rate(self.prompt_tokens as f64, self.prefill_s);
         self.decode_tok_s = rate(self.decode_steps as f64, self.decode_s);
         self.io.gb_s = rate(self.io.bytes as f64 / 1e9, self.io.busy_s);
+        for drive in &mut self.io.drives {
+            drive.gb_s = rate(drive.bytes as f64 / 1e9, drive.busy_s);
+        }
         self.experts.hit_rate = (self.experts.requested > 0)
             .then(|| 1.0 - self.experts.missed.min(self.experts.requested) as f64 / self.experts.requested as f64);
         self.round();
@@ -354,8 +392,10 @@ impl Stats {
         let times = times.chain([&mut io.service_s, &mut io.wait_s, &mut io.busy_s]);
         let rates = [&mut self.prefill_tok_s, &mut self.decode_tok_s, &mut io.gb_s, &mut self.experts.hit_rate];
         let rates = rates.into_iter().chain([&mut io.depth_mean, &mut io.slab_p50_ms, &mut io.slab_p99_ms]);
+        let rates = rates.into_iter().chain(io.drives.iter_mut().map(|drive| &mut drive.gb_s));
         rates.flatten().for_each(|rate| *rate = rounded(*rate, 1e6));
         times.for_each(|time| *time = rounded(*time, 1e9));
+        io.drives.iter_mut().for_each(|drive| drive.busy_s = rounded(drive.busy_s, 1e9));
         for (_, stage) in &mut self.stages.0 {
             stage.busy_s = rounded(stage.busy_s, 1e9);
             stage.p50_us = rounded(stage.p50_us, 1e3);

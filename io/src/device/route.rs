@@ -141,12 +141,13 @@ impl Router {
         self.lanes[drive].stats.errors += 1;
     }
 
-    /// Whether `drive` has had nothing to do for so long that its rate must be asked again.
+    /// Whether `drive` has nothing to do, and its rate is not known or was found so long ago that it is to be asked.
     fn is_due(&self, drive: usize, len: u32) -> bool {
         let lane = &self.lanes[drive];
-        let Some(rate) = lane.rate().filter(|_| lane.calls_out == 0) else {
+        if lane.calls_out > 0 {
             return false;
-        };
+        }
+        let Some(rate) = lane.rate() else { return true };
         let pause_ns = (PROBE_PAUSES as f64 * f64::from(len) / rate).min(PROBE_PAUSE_NS_MAX as f64);
         (self.worked_ns - lane.left_ns) as f64 > pause_ns
     }
@@ -273,6 +274,20 @@ mod tests {
         assert!(race.run(4096));
         let shares = [race.done[0] - before[0], race.done[1] - before[1]];
         assert!(shares[0].abs_diff(shares[1]) <= 2 * DEPTH, "{shares:?}");
+    }
+
+    #[test]
+    fn one_request_at_a_time_still_finds_the_faster_drive() {
+        // Nothing is ever in hand when a drive is chosen: only its rate tells.
+        for fast in 0..2 {
+            let rates = |drive: usize, _| if drive == fast { 2.0 } else { 0.5 };
+            let mut race = Race::new(2, &rates);
+            for _ in 0..400 {
+                assert!(race.run(1));
+            }
+            // After the first answers the slow one is asked once in the time of 32 of its requests, 128 of the fast.
+            assert!((1..=6).contains(&(race.done[1 - fast] / u64::from(CHUNK))), "{:?}", race.done);
+        }
     }
 
     #[test]
