@@ -5,8 +5,9 @@ use std::fmt::Write as _;
 use millstream_io::measure::median;
 use serde_json::{Map, Value, json};
 
+use super::Report;
+use super::arms::{Arm, Lead};
 use super::choose::{self, Rerun};
-use super::{Arm, Lead, Report};
 use crate::cli::bench_io::json::short;
 use crate::cli::reading::Reading;
 use crate::cli::size;
@@ -31,7 +32,8 @@ fn outcome(report: &Report, index: usize) -> (&'static str, String) {
                 let percent = 100.0 * (rate / default - 1.0);
                 match &report.lead {
                     Some(lead) if lead.arm == index => ("not_held", "led, did not hold up in the rerun".to_owned()),
-                    _ => ("not_faster", format!("{percent:+.1} %, not 3 % faster")),
+                    _ if percent < 0.0 => ("not_faster", format!("{:.1} % slower", -percent)),
+                    _ => ("not_faster", format!("{percent:.1} % faster: less than 3 %, or not the fastest")),
                 }
             }
             _ => memory(),

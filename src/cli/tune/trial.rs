@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
 use millstream_io::measure::{Witness, is_cached};
 
@@ -39,8 +40,8 @@ pub struct Measured {
     pub sample: Sample,
     /// Bytes of experts that were read.
     pub bytes: u64,
-    /// Time to open the model.
-    pub load_s: f64,
+    /// Time until the first token was chosen, opening the model included.
+    pub before_s: f64,
     /// Whether reads went around the page cache.
     pub direct: bool,
 }
@@ -73,6 +74,7 @@ impl<'a> Trial<'a> {
     /// # Errors
     /// Those of opening the model and of generating, as a line; or that the tokens are others.
     pub fn run(&mut self, reading: &Reading) -> Result<Option<Measured>, Failure> {
+        let began = Instant::now();
         let checkpoint = bundled::open(self.dir)?;
         let mut engine = Engine::open(checkpoint, &reading.configure(self.config.clone())).map_err(failure)?;
         let resident = self.witness.forget();
@@ -86,12 +88,13 @@ impl<'a> Trial<'a> {
             return Err(Failure::work("its tokens differ from those of the defaults: it reads other bytes"));
         }
         let stats = engine.stats();
+        let before_s = began.elapsed().as_secs_f64() - stats.decode_s;
         let direct = stats.io.direct == Directness::Direct;
         let sample = Sample {
             tok_s: stats.decode_tok_s.unwrap_or(0.0),
             cached: is_cached(!direct, resident, moved, stats.io.bytes),
         };
-        Ok(Some(Measured { sample, bytes: stats.io.bytes, load_s: stats.load_s, direct }))
+        Ok(Some(Measured { sample, bytes: stats.io.bytes, before_s, direct }))
     }
 }
 
