@@ -46,6 +46,7 @@ pub use access::{Access, IoMode};
 pub use arena::{Arena, ArenaReport, PageKind, Pages};
 pub use block::BlockQueue;
 pub use device::sim::{SimConfig, SimFault, sim_device};
+pub use device::throttle::{ThrottleConfig, throttled};
 pub use device::{
     CHUNK_WHOLE, Completion, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, Priority, Read,
     RejectReason, Rejected, Wait, open_device, settle,

@@ -76,6 +76,8 @@ pub const PROBE_PAUSE_NS_MAX: u64 = 30_000_000_000;
 pub const STALL_TIMES: u64 = 4;
 /// And this much longer: rates of a few requests mean little.
 pub const STALL_NS_MIN: u64 = 50_000_000;
+/// The end of a throttled wait that is spent looking at the clock: longer than a sleeper is late as a rule.
+pub const THROTTLE_SPIN: Duration = Duration::from_micros(100);
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;

@@ -9,6 +9,7 @@ mod route;
 mod schedule;
 pub mod sim;
 mod threads;
+pub mod throttle;
 
 use std::fmt;
 use std::str::FromStr;
@@ -119,7 +120,7 @@ pub struct DeviceStats {
 /// What runs, and why not something better.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceReport {
-    /// `io_uring`, `threads`, `mmap` or `sim`.
+    /// `io_uring`, `threads`, `mmap`, `sim` or `throttled`.
     pub name: &'static str,
     /// One line with cause and remedy, where the first choice was not possible.
     pub fallback: Option<String>,

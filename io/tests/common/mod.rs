@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use millstream_io::{
     Device, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoError, IoMode, Priority, Read, SimConfig,
-    SlabLayout, SlabPool, layout, open_device, sim_device,
+    SlabLayout, SlabPool, ThrottleConfig, layout, open_device, sim_device, throttled,
 };
 
 /// The byte at `offset` of file number `file`.
@@ -78,6 +78,8 @@ pub enum Kind {
     Threads,
     Map,
     Sim,
+    /// The reader threads, slowed down.
+    Throttled,
 }
 
 impl Kind {
@@ -93,7 +95,7 @@ impl Kind {
         match self {
             Kind::Map => vec![IoMode::Mmap],
             Kind::Sim => vec![IoMode::Auto, IoMode::Buffered],
-            Kind::Ring | Kind::Threads => {
+            Kind::Ring | Kind::Threads | Kind::Throttled => {
                 [IoMode::Auto, IoMode::Buffered, IoMode::Drop].into_iter().chain(dontcache).collect()
             }
         }
@@ -106,10 +108,10 @@ pub fn kinds() -> Vec<Kind> {
     let pool = SlabPool::new(4096, 1).unwrap();
     let cfg = DeviceConfig { kind: DeviceKind::Uring, ..DeviceConfig::default() };
     match open_device(&cfg, model.open(IoMode::Auto), &pool) {
-        Ok(_) => vec![Kind::Ring, Kind::Threads, Kind::Map, Kind::Sim],
+        Ok(_) => vec![Kind::Ring, Kind::Threads, Kind::Map, Kind::Sim, Kind::Throttled],
         Err(error @ IoError::RingRefused { .. }) => {
             eprintln!("skipped for the ring: {error}");
-            vec![Kind::Threads, Kind::Map, Kind::Sim]
+            vec![Kind::Threads, Kind::Map, Kind::Sim, Kind::Throttled]
         }
         Err(error) => panic!("the ring fails in a way it must not: {error}"),
     }
@@ -132,6 +134,16 @@ pub fn open(kind: Kind, cfg: &DeviceConfig, files: &Arc<FileSet>, pool: &SlabPoo
                 ..calm
             };
             sim_device(&sim, files, pool).unwrap()
+        }
+        Kind::Throttled => {
+            let inner = open_device(&DeviceConfig { kind: DeviceKind::Threads, ..*cfg }, files, pool).unwrap();
+            let drive = ThrottleConfig {
+                latency: std::time::Duration::from_micros(50),
+                bytes_per_s: 4_000_000_000,
+                parallelism: 2,
+                queue: cfg.queue,
+            };
+            throttled(inner, &drive).unwrap()
         }
     }
 }
