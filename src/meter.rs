@@ -18,6 +18,8 @@ pub enum Stage {
     Route,
     /// Looking experts up and submitting the reads of misses.
     Request,
+    /// Guessing what the next layer will ask for, and submitting those reads.
+    Hint,
     /// Shared expert, computed while reads are under way.
     Shared,
     /// Dense feed-forward of the first layers.
@@ -38,11 +40,12 @@ pub enum Stage {
 
 impl Stage {
     /// All stages, in the order in which a token meets them.
-    pub const ALL: [Stage; 12] = [
+    pub const ALL: [Stage; 13] = [
         Stage::Embed,
         Stage::Attention,
         Stage::Route,
         Stage::Request,
+        Stage::Hint,
         Stage::Shared,
         Stage::Dense,
         Stage::Wait,
@@ -60,6 +63,7 @@ impl Stage {
             Stage::Attention => "attention",
             Stage::Route => "route",
             Stage::Request => "request",
+            Stage::Hint => "hint",
             Stage::Shared => "shared",
             Stage::Dense => "dense",
             Stage::Wait => "wait",

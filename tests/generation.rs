@@ -36,8 +36,13 @@ fn every_generation_counts_its_own_reads() {
     for _ in 0..4 {
         generate(&mut engine, &job(12));
         let stats = engine.stats();
-        assert_eq!(stats.io.reads, stats.experts.missed);
-        assert_eq!(stats.experts.requested, stats.experts.missed + stats.experts.hit_cached);
+        let experts = &stats.experts;
+        assert_eq!(stats.io.reads, experts.missed + experts.hit_prefetched + experts.prefetch_wasted);
+        assert_eq!(experts.requested, experts.missed + experts.hit_cached + experts.hit_prefetched);
+        assert_eq!(
+            experts.prefetch_issued,
+            experts.prefetch_used + experts.prefetch_cancelled + experts.prefetch_wasted
+        );
         assert!(stats.io.busy_s <= stats.wall_s, "busy {} s of {} s", stats.io.busy_s, stats.wall_s);
         let expert = stats.io.useful_bytes / stats.io.reads;
         // FP8: three matrices of 32,768 bytes and their scales, of 8 bytes each.

@@ -6,7 +6,7 @@
 mod engines;
 
 use engines::{ALL_SLABS, Answer, Arithmetic, Model, Reader, Setup, answer, assert_same, has, has_ring, open};
-use millstream::engine::{Activations, AttentionForm, Depth, EngineError};
+use millstream::engine::{Activations, AttentionForm, Depth, EngineError, Switch};
 use millstream::kernels::Kernels;
 use millstream_io::{CHUNK_WHOLE, IoError, IoMode};
 use proptest::prelude::*;
@@ -128,6 +128,54 @@ fn what_cannot_be_had_together_is_refused_before_a_file_is_read() {
 }
 
 #[test]
+fn overlap_and_lookahead_are_neither() {
+    let mut setups = vec![];
+    for (slabs, rows) in [(1, 16), (3, 1), (5, 128), (20, 1), (20, 3)] {
+        for (pipeline, prefetch) in [
+            (Switch::Off, Switch::Off),
+            (Switch::Off, Switch::On),
+            (Switch::On, Switch::Off),
+            (Switch::On, Switch::On),
+            (Switch::Auto, Switch::Auto),
+        ] {
+            setups.push(Setup {
+                slabs,
+                rows,
+                pipeline,
+                prefetch,
+                reader: Reader::Slowed(slabs as u64 * 77),
+                ..RESIDENT
+            });
+        }
+    }
+    for model in [Model::Tiny, Model::TalesInt4] {
+        let arithmetic = Arithmetic { model, form: AttentionForm::Absorbed, activations: Activations::F32 };
+        let prompt = model.prompt(37);
+        let expected = run(&arithmetic, &RESIDENT, &prompt);
+        for setup in &setups {
+            assert_same(&expected, &run(&arithmetic, setup, &prompt), setup);
+        }
+    }
+}
+
+#[test]
+fn lookahead_reads_ahead_and_finds_some_of_what_comes() {
+    // Guards the test above: a guess that is never made, or never right, would make it empty.
+    let arithmetic = Arithmetic { model: Model::Tales, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let prompt = Model::Tales.prompt(20);
+    for (prefetch, guesses) in [(Switch::On, true), (Switch::Off, false)] {
+        let mut engine = open(&arithmetic, &Setup { slabs: 24, prefetch, ..RESIDENT }).unwrap();
+        engines::greedy(&mut engine, &prompt, TOKENS).unwrap();
+        let experts = engine.stats().experts;
+        assert_eq!((experts.prefetch_issued > 0, experts.prefetch_used > 0), (guesses, guesses), "{experts:?}");
+        assert_eq!(experts.requested, experts.hit_cached + experts.hit_prefetched + experts.missed);
+        assert_eq!(experts.lookahead_recall.is_some(), guesses);
+        let free = engine.store().pool().free();
+        assert_eq!(free + engine.store().resting(), engine.store().pool().slabs(), "nothing is in flight");
+    }
+}
+
+#[test]
 fn one_thread_is_two_or_three() {
     let few = Setup { slabs: 6, ..RESIDENT };
     compare(&Model::ALL, &[2, 3].map(|threads| Setup { threads, ..few }));
@@ -192,7 +240,13 @@ proptest! {
         which in any::<prop::sample::Index>(),
         length in 1..50usize,
         slabs in prop_oneof![Just(1), 2..40usize],
-        reader in prop_oneof![Just(None), any::<u64>().prop_map(Some)],
+        reader in prop_oneof![
+            Just(Reader::Threads),
+            any::<u64>().prop_map(Reader::Shuffled),
+            any::<u64>().prop_map(Reader::Slowed),
+        ],
+        pipeline in prop::sample::select(vec![Switch::Auto, Switch::On, Switch::Off]),
+        prefetch in prop::sample::select(vec![Switch::Auto, Switch::On, Switch::Off]),
         io in prop::sample::select(vec![IoMode::Auto, IoMode::Buffered, IoMode::Drop]),
         depth in prop_oneof![Just(Depth::Auto), (1..5u32).prop_map(Depth::Slabs), (1..9u64).prop_map(|n| Depth::Bytes(n << 16))],
         chunk in prop::sample::select(vec![None, Some(65536), Some(1 << 20), Some(CHUNK_WHOLE)]),
@@ -207,13 +261,15 @@ proptest! {
         let isas = Kernels::all_available();
         let setup = Setup {
             slabs,
-            reader: reader.map_or(Reader::Threads, Reader::Shuffled),
+            reader,
             io,
             depth,
             chunk_bytes: chunk,
             threads,
             rows,
             isa: Some(isa.get(&isas).isa),
+            pipeline,
+            prefetch,
         };
         let mut engine = open(arithmetic, &setup).unwrap();
         if warm {

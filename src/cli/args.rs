@@ -10,7 +10,7 @@ use millstream_io::{CHUNK_WHOLE, DeviceKind, IoMode};
 
 use crate::checkpoint::container::GROUP_SIZES;
 use crate::checkpoint::convert::Width;
-use crate::engine::{Activations, AttentionForm, Depth, Dsa, Verify};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, Switch, Verify};
 use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
@@ -133,6 +133,12 @@ pub struct RunArgs {
     /// --chunk, unless they are given: auto or off [default: auto]
     #[arg(long, value_name = "WHEN", value_parser = |text: &str| TUNING.parse(text))]
     pub tuning: Option<bool>,
+    /// Compute while experts are read: auto, on, or off (a layer reads all it needs, then computes) [default: auto]
+    #[arg(long, value_name = "WHEN", value_parser = |text: &str| SWITCH.parse(text))]
+    pub pipeline: Option<Switch>,
+    /// Read ahead what the next layer's router will probably choose: auto, on or off [default: auto]
+    #[arg(long, value_name = "WHEN", value_parser = |text: &str| SWITCH.parse(text))]
+    pub prefetch: Option<Switch>,
     /// Instruction set: auto, scalar, avx2 or avx512 [default: auto]
     #[arg(long, value_name = "SET", value_parser = parse_kernels)]
     pub kernels: Option<KernelChoice>,
@@ -367,6 +373,8 @@ pub const ATTENTION: Choices<AttentionForm> = Choices(&[
 ]);
 /// `--dsa`.
 pub const DSA: Choices<Dsa> = Choices(&[("auto", Dsa::Auto), ("on", Dsa::On), ("off", Dsa::Off)]);
+/// `--pipeline` and `--prefetch`.
+pub const SWITCH: Choices<Switch> = Choices(&[("auto", Switch::Auto), ("on", Switch::On), ("off", Switch::Off)]);
 
 /// `--tuning`.
 pub const TUNING: Choices<bool> = Choices(&[("auto", true), ("off", false)]);

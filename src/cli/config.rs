@@ -9,7 +9,7 @@ use serde_json::Value as Json;
 
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory, Verify};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory, Switch, Verify};
 use crate::kernels::Isa;
 
 use super::Failure;
@@ -90,6 +90,8 @@ pub struct RunConfig {
     attention: AttentionForm,
     dsa: Dsa,
     verify: Verify,
+    pipeline: Switch,
+    prefetch: Switch,
 }
 
 /// Decides everything that does not depend on the model. Refuses what cannot work, before any file is read.
@@ -131,6 +133,10 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     let mirrors = decide_mirrors(args, &mut settings)?;
     let tuning = args.tuning.unwrap_or(true);
     settings.add("tuning", args::TUNING.name(tuning), flag_or_default(&args.tuning));
+    let pipeline = args.pipeline.unwrap_or_default();
+    settings.add("pipeline", args::SWITCH.name(pipeline), flag_or_default(&args.pipeline));
+    let prefetch = args.prefetch.unwrap_or_default();
+    settings.add("prefetch", args::SWITCH.name(prefetch), flag_or_default(&args.prefetch));
     let kernels = args.kernels.unwrap_or(KernelChoice::Auto);
     settings.add("kernels", kernels.to_string(), flag_or_default(&args.kernels));
     let activations = args.activations.unwrap_or(Activations::Int8);
@@ -168,6 +174,8 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         attention,
         dsa,
         verify,
+        pipeline,
+        prefetch,
     })
 }
 
@@ -183,6 +191,8 @@ impl RunConfig {
             activations: self.activations,
             attention: self.attention,
             dsa: self.dsa,
+            pipeline: self.pipeline,
+            prefetch: self.prefetch,
             verify: self.verify,
             verify_seed: self.sampling.seed,
             ..EngineConfig::new(self.available)

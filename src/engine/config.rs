@@ -38,6 +38,18 @@ pub enum Dsa {
     Off,
 }
 
+/// Something that is on, off, or decided by the engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Switch {
+    /// As the engine finds best.
+    #[default]
+    Auto,
+    /// On.
+    On,
+    /// Off.
+    Off,
+}
+
 /// How much memory experts get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Memory {
@@ -84,6 +96,10 @@ pub struct EngineConfig {
     pub depth: Depth,
     /// Largest single request, a multiple of 64 KiB or [`millstream_io::CHUNK_WHOLE`]; `None` for the device's default.
     pub chunk_bytes: Option<u32>,
+    /// Whether arithmetic goes on while experts are read. Off reads everything that a layer needs, then computes.
+    pub pipeline: Switch,
+    /// Whether experts that the next layer will probably ask for are read ahead.
+    pub prefetch: Switch,
     /// Memory for experts.
     pub memory: Memory,
     /// Bytes the machine and its control group have left.
@@ -134,6 +150,8 @@ impl EngineConfig {
             device: DeviceKind::Auto,
             depth: Depth::Auto,
             chunk_bytes: None,
+            pipeline: Switch::Auto,
+            prefetch: Switch::Auto,
             memory: Memory::Total(None),
             available_bytes,
             threads: 1,

@@ -74,6 +74,7 @@ impl Engine {
             self.times.prefill = Some(self.meter.wall());
             self.decode(job, cancel, on_token, &mut ids)
         });
+        self.experts.store.drop_guesses();
         self.meter.lap(Stage::Other);
         self.times.tokens = ids.len();
         let finish = match result {
@@ -103,6 +104,7 @@ impl Engine {
             forward::step(model, &mut experts, kv, state, meter, &step)?;
             scores.extend_from_slice(self.state.logits());
         }
+        self.experts.store.drop_guesses();
         Ok(scores)
     }
 
@@ -128,6 +130,7 @@ impl Engine {
             forward::mtp_step(model, experts, &mut kv, state, meter, next, &hidden[..next.len() * width])?;
             scores.extend_from_slice(state.logits());
         }
+        experts.store.drop_guesses();
         Ok(scores)
     }
 
@@ -180,6 +183,7 @@ impl Engine {
     fn begin(&mut self, prompt_tokens: usize) {
         self.kv.truncate(0);
         self.experts.store.reset_stats();
+        self.state.lookahead.reset();
         self.device_before = self.experts.store.device().stats();
         self.drives_before = self.experts.store.device().drives();
         self.times = Times { prompt_tokens, ..Times::default() };

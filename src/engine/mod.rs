@@ -27,7 +27,7 @@ use crate::ops::rope::Rope;
 use crate::store::{ExpertStore, ExpertTable};
 pub use crate::store::{Hung, Notice, Verify, Watch};
 use budget::{Budget, Demand};
-pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory};
+pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory, Switch};
 pub use error::EngineError;
 use generate::Times;
 pub use generate::{Finish, Job, Outcome};
@@ -94,13 +94,21 @@ impl Engine {
         let (device_before, drives_before) = (device.stats(), device.drives());
         let mut store = ExpertStore::new(p.table, device, pool);
         store.set_checks(checks);
+        if config.prefetch != Switch::Off {
+            // As many as one row asks for and again as many that turned out wrong; one row always finds its slots.
+            let top_k = checkpoint.arch.moe.top_k;
+            store.allow_guesses(2 * top_k, top_k);
+        }
 
         let opened_in = checkpoint.took();
         let arch = checkpoint.arch;
         let team = Team::new(config.threads);
         let compute = Compute { kernels: p.kernels, team, activations: config.activations };
+        let mut experts = Streamed::new(store, p.scratch);
+        experts.pipeline = config.pipeline != Switch::Off;
+        experts.prefetch = config.prefetch != Switch::Off;
         Ok(Engine {
-            experts: Streamed::new(store, p.scratch),
+            experts,
             kv: KvCache::new(&arch, p.context, p.sparse),
             state: p.state,
             meter: Meter::new(),

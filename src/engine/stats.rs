@@ -231,12 +231,30 @@ pub struct OverlapStats {
 pub struct ExpertStats {
     /// Experts asked for by layers.
     pub requested: u64,
-    /// Of those, found in the cache.
+    /// Of those, found in the cache, where an earlier layer or token had asked for them.
     pub hit_cached: u64,
-    /// Of those, read from disk.
+    /// Of those, found in the cache thanks to a guess.
+    pub hit_prefetched: u64,
+    /// Of those, waited for while they were read.
     pub missed: u64,
     /// Share found in memory; none when nothing was requested.
     pub hit_rate: Option<f64>,
+    /// Guesses whose reads were submitted.
+    pub prefetch_issued: u64,
+    /// Of those, asked for by the layer they were for, `prefetch_late` included.
+    pub prefetch_used: u64,
+    /// Of those, still being read when they were asked for; they are counted as missed too.
+    pub prefetch_late: u64,
+    /// Of those issued, taken back before their read began.
+    pub prefetch_cancelled: u64,
+    /// Of those issued, read and not asked for by the layer they were for.
+    pub prefetch_wasted: u64,
+    /// Bytes that took.
+    pub prefetch_wasted_bytes: u64,
+    /// Share of the experts asked for that had been guessed, whatever was in the cache; none when nothing was guessed.
+    pub lookahead_recall: Option<f64>,
+    /// Share of the experts guessed that were asked for.
+    pub lookahead_precision: Option<f64>,
     /// Reads compared with their checksum.
     pub verified: u64,
     /// Time that took, on the thread that computes.
@@ -276,7 +294,7 @@ impl Engine {
             };
             (stage.name(), stats)
         });
-        let store = self.experts.store.stats();
+        let (store, guesses) = (self.experts.store.stats(), self.state.lookahead.tally());
         let wall = self.meter.wall();
         let prefill = times.prefill.unwrap_or(wall);
         let mut stats = Stats {
@@ -300,8 +318,17 @@ impl Engine {
             experts: ExpertStats {
                 requested: store.requested,
                 hit_cached: store.hits,
+                hit_prefetched: store.prefetched,
                 missed: store.misses,
                 hit_rate: None,
+                prefetch_issued: store.guessed,
+                prefetch_used: store.prefetched + store.late,
+                prefetch_late: store.late,
+                prefetch_cancelled: store.cancelled,
+                prefetch_wasted: store.wasted,
+                prefetch_wasted_bytes: store.wasted_bytes,
+                lookahead_recall: (guesses.asked > 0).then(|| guesses.right as f64 / guesses.asked as f64),
+                lookahead_precision: (guesses.guessed > 0).then(|| guesses.right as f64 / guesses.guessed as f64),
                 verified: store.checked,
                 verify_s: store.checking.as_secs_f64(),
             },
@@ -391,8 +418,10 @@ impl Stats {
         let times = times.into_iter().chain(&mut self.ttft_s);
         let times = times.chain([&mut io.service_s, &mut io.wait_s, &mut io.busy_s]);
         let rates = [&mut self.prefill_tok_s, &mut self.decode_tok_s, &mut io.gb_s, &mut self.experts.hit_rate];
-        let rates = rates.into_iter().chain([&mut io.depth_mean, &mut io.slab_p50_ms, &mut io.slab_p99_ms]);
-        let rates = rates.into_iter().chain(io.drives.iter_mut().map(|drive| &mut drive.gb_s));
+        let rates =
+            rates.into_iter().chain([&mut self.experts.lookahead_recall, &mut self.experts.lookahead_precision]);
+        let rates = rates.chain([&mut io.depth_mean, &mut io.slab_p50_ms, &mut io.slab_p99_ms]);
+        let rates = rates.chain(io.drives.iter_mut().map(|drive| &mut drive.gb_s));
         rates.flatten().for_each(|rate| *rate = rounded(*rate, 1e6));
         times.for_each(|time| *time = rounded(*time, 1e9));
         io.drives.iter_mut().for_each(|drive| drive.busy_s = rounded(drive.busy_s, 1e9));

@@ -29,14 +29,22 @@ pub struct ExpertCall<'a> {
 
 /// Computes routed experts, on this machine or another.
 pub trait ExpertExecutor {
-    /// Serves `call`. `meanwhile` is arithmetic that needs no routed expert: it is run exactly once, at the moment that
-    /// hides most waiting. `meter` is charged for every stage.
-    fn run(
-        &mut self,
-        call: ExpertCall<'_>,
-        meter: &mut Meter,
-        meanwhile: &mut dyn FnMut(&mut Meter),
-    ) -> Result<(), ForwardError>;
+    /// Begins to get what `call` needs. Arithmetic that needs no routed expert has its place between this and
+    /// [`ExpertExecutor::serve`].
+    fn request(&mut self, call: &ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError>;
+
+    /// Whether a guess of the next layer's experts is of use.
+    fn wants_hints(&self) -> bool {
+        false
+    }
+
+    /// Told between the two that `layer` will probably ask for `experts`, the likeliest first. Changes no result.
+    fn hint(&mut self, layer: usize, experts: &[u16]) {
+        let _ = (layer, experts);
+    }
+
+    /// Computes the call that was requested last.
+    fn serve(&mut self, call: ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError>;
 }
 
 /// Sees the model layer, the expert ids (`[rows, top_k]`, each row ascending) and the gates (`[rows, top_k]`) of a call.
@@ -51,14 +59,21 @@ pub struct Observed<'a> {
 }
 
 impl ExpertExecutor for Observed<'_> {
-    fn run(
-        &mut self,
-        call: ExpertCall<'_>,
-        meter: &mut Meter,
-        meanwhile: &mut dyn FnMut(&mut Meter),
-    ) -> Result<(), ForwardError> {
+    fn request(&mut self, call: &ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError> {
         (self.observe)(call.layer, call.ids, call.gates);
-        self.inner.run(call, meter, meanwhile)
+        self.inner.request(call, meter)
+    }
+
+    fn wants_hints(&self) -> bool {
+        self.inner.wants_hints()
+    }
+
+    fn hint(&mut self, layer: usize, experts: &[u16]) {
+        self.inner.hint(layer, experts);
+    }
+
+    fn serve(&mut self, call: ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError> {
+        self.inner.serve(call, meter)
     }
 }
 
@@ -66,6 +81,10 @@ impl ExpertExecutor for Observed<'_> {
 pub struct Streamed {
     /// The store; the engine reads its counters.
     pub store: ExpertStore,
+    /// Whether arithmetic and reads may overlap. Without, a layer reads everything it needs, then computes.
+    pub pipeline: bool,
+    /// Whether guesses are read ahead.
+    pub prefetch: bool,
     scratch: ExpertScratch,
 }
 
@@ -157,23 +176,30 @@ impl ExpertScratch {
 impl Streamed {
     /// Joins a store with its buffers.
     pub fn new(store: ExpertStore, scratch: ExpertScratch) -> Streamed {
-        Streamed { store, scratch }
+        Streamed { store, pipeline: true, prefetch: false, scratch }
     }
 }
 
 impl ExpertExecutor for Streamed {
-    fn run(
-        &mut self,
-        mut call: ExpertCall<'_>,
-        meter: &mut Meter,
-        meanwhile: &mut dyn FnMut(&mut Meter),
-    ) -> Result<(), ForwardError> {
-        let Streamed { store, scratch } = self;
-        scratch.group(call.ids);
-        store.request(call.layer, &scratch.union)?;
+    fn request(&mut self, call: &ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError> {
+        self.scratch.group(call.ids);
+        self.store.request(call.layer, &self.scratch.union)?;
         meter.lap(Stage::Request);
-        meanwhile(meter);
+        self.wait_unless_overlapped(meter)
+    }
+
+    fn wants_hints(&self) -> bool {
+        self.prefetch
+    }
+
+    fn hint(&mut self, layer: usize, experts: &[u16]) {
+        self.store.hint(layer, experts);
+    }
+
+    fn serve(&mut self, mut call: ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError> {
         loop {
+            self.wait_unless_overlapped(meter)?;
+            let Streamed { store, scratch, .. } = self;
             let at_once = store.poll()?;
             let Some(lease) = store.next_ready()? else { break };
             meter.lap(if at_once { Stage::Request } else { Stage::Wait });
@@ -181,7 +207,18 @@ impl ExpertExecutor for Streamed {
             store.release(lease)?;
             meter.lap(Stage::Experts);
         }
-        scratch.reduce(&mut call);
+        self.scratch.reduce(&mut call);
+        Ok(())
+    }
+}
+
+impl Streamed {
+    /// The serial run of the same graph: nothing is computed while a read of the layer is under way.
+    fn wait_unless_overlapped(&mut self, meter: &mut Meter) -> Result<(), ForwardError> {
+        if !self.pipeline && self.store.is_reading() {
+            self.store.wait_for_all()?;
+            meter.lap(Stage::Wait);
+        }
         Ok(())
     }
 }

@@ -7,6 +7,7 @@
 
 mod attention;
 mod executor;
+mod lookahead;
 mod moe;
 mod mtp;
 mod state;
@@ -22,6 +23,7 @@ use crate::ops::rope::Rope;
 use crate::ops::{Compute, norm};
 use crate::store::StoreError;
 pub use executor::{ExpertCall, ExpertExecutor, ExpertScratch, Observe, Observed, Streamed};
+pub use lookahead::{Lookahead, Tally};
 pub use mtp::mtp_step;
 pub use state::{KvCache, State, shape_of};
 
@@ -152,6 +154,7 @@ fn decoder_layer(
         }
         MlpWeights::Sparse { router, bias, shared } => {
             moe::route(model, layer.index, router, bias, state, rows)?;
+            state.lookahead.judge(layer.index, &state.ids[..rows.count * model.arch.moe.top_k]);
             meter.lap(Stage::Route);
             moe::experts(model, layer.index, shared.as_ref(), experts, state, meter, rows)?;
             add(&mut state.x[..used], &state.branch[..used]);

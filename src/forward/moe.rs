@@ -13,6 +13,18 @@ pub(super) fn gated_mlp(model: &Model, w: &Mlp, input: &Input, scratch: &mut Mlp
     scratch.gated(&model.compute, &view(&w.gate), &view(&w.up), &view(&w.down), input, out);
 }
 
+/// The rules of the model's routers.
+pub(super) fn rule(model: &Model) -> RouteRule {
+    let moe = &model.arch.moe;
+    RouteRule {
+        top_k: moe.top_k,
+        groups: moe.groups,
+        top_groups: moe.top_groups,
+        normalize: moe.normalize,
+        scaling: moe.scaling,
+    }
+}
+
 /// Chooses experts and gates of every row from `state.normed`, in f32 whatever the precision of other matmuls.
 pub(super) fn route(
     model: &Model,
@@ -23,13 +35,7 @@ pub(super) fn route(
     rows: Rows,
 ) -> Result<(), ForwardError> {
     let (moe, c, n) = (&model.arch.moe, &model.compute, rows.count);
-    let rule = RouteRule {
-        top_k: moe.top_k,
-        groups: moe.groups,
-        top_groups: moe.top_groups,
-        normalize: moe.normalize,
-        scaling: moe.scaling,
-    };
+    let rule = rule(model);
     let input = c.exact(&state.normed[..n * model.arch.hidden], n, model.arch.hidden);
     let scores = &mut state.scores[..n * moe.experts];
     c.matmul(&model.resident.view(router), &input, scores);
@@ -58,7 +64,7 @@ pub(super) fn experts(
     rows: Rows,
 ) -> Result<(), ForwardError> {
     let (hidden, top_k, n) = (model.arch.hidden, model.arch.moe.top_k, rows.count);
-    let State { normed, branch, shared: shared_out, mlp, quantized, ids, gates, .. } = state;
+    let State { x, normed, branch, shared: shared_out, mlp, quantized, ids, gates, lookahead, .. } = state;
     // Quantized once: the shared expert and every routed one read the same rows.
     let input = model.compute.input(&normed[..n * hidden], n, hidden, quantized);
     let call = ExpertCall {
@@ -71,12 +77,16 @@ pub(super) fn experts(
         out: &mut branch[..n * hidden],
     };
     let shared_out = &mut shared_out[..n * hidden];
-    executor.run(call, meter, &mut |meter| {
-        if let Some(w) = shared {
-            gated_mlp(model, w, &input, mlp, shared_out);
-            meter.lap(Stage::Shared);
-        }
-    })?;
+    executor.request(&call, meter)?;
+    if executor.wants_hints() {
+        lookahead.guess(model, layer, &x[..n * hidden], executor);
+        meter.lap(Stage::Hint);
+    }
+    if let Some(w) = shared {
+        gated_mlp(model, w, &input, mlp, shared_out);
+        meter.lap(Stage::Shared);
+    }
+    executor.serve(call, meter)?;
     if shared.is_some() {
         add(&mut branch[..n * hidden], shared_out);
     }

@@ -1,6 +1,7 @@
 //! Everything a step writes: scratch buffers, all named and sized at open, and the key-value cache.
 
 use super::attention::IndexScratch;
+use super::lookahead::Lookahead;
 use crate::checkpoint::arch::{Arch, IndexerKind, MlpKind};
 use crate::kernels::{Input, Quantized, WeightRef};
 use crate::ops::indexer::Selection;
@@ -79,6 +80,8 @@ pub struct State {
     pub(super) quantized: Quantized,
     pub(super) quantized_inner: Quantized,
     pub(super) logits: Vec<f32>,
+    /// Guesses of what the next layer asks for.
+    pub lookahead: Lookahead,
 }
 
 impl State {
@@ -121,6 +124,7 @@ impl State {
             quantized: quantized(rows, joined, room),
             quantized_inner: quantized(rows, a.q_rank.max(a.heads * a.value), room),
             logits: room.empty(arch.vocab),
+            lookahead: Lookahead::new(arch, rows, room),
         }
     }
 

@@ -6,8 +6,11 @@
 //!
 //! A slot is empty, in flight (its slab belongs to the device), or resting (its slab holds an expert). Leased and wanted
 //! slots are pinned: eviction never takes them.
+//!
+//! [`ExpertStore::hint`] reads what a later request is expected to ask for; see [`guesses`].
 
 mod checks;
+mod guesses;
 mod lru;
 mod table;
 #[cfg(test)]
@@ -23,6 +26,7 @@ use thiserror::Error;
 
 use crate::kernels::WeightRef;
 pub use checks::{Checks, Damaged, SAMPLE_ONE_IN, Verify};
+use guesses::Guesses;
 use lru::Lru;
 pub use table::{ExpertTable, TableError};
 pub use watch::{Hung, Notice, Watch};
@@ -64,10 +68,22 @@ pub enum StoreError {
 pub struct StoreStats {
     /// Experts asked for, counted once a layer and step.
     pub requested: u64,
-    /// Requests served from a resting slab.
+    /// Requests served from a slab that an earlier request had filled.
     pub hits: u64,
-    /// Requests that needed a read.
+    /// Requests served from a slab that a guess had filled, for the first time.
+    pub prefetched: u64,
+    /// Requests that had to wait for a read, late guesses included.
     pub misses: u64,
+    /// Requests for what a guess was still reading.
+    pub late: u64,
+    /// Guesses whose read was submitted.
+    pub guessed: u64,
+    /// Guesses taken back before their read began.
+    pub cancelled: u64,
+    /// Guesses that were read and not asked for by the request they were for.
+    pub wasted: u64,
+    /// Bytes of the files read for those.
+    pub wasted_bytes: u64,
     /// Bytes read from files, alignment included.
     pub bytes: u64,
     /// Bytes of the experts that were read.
@@ -110,8 +126,11 @@ pub struct ExpertWeights<'a> {
 
 enum Content {
     Empty,
-    /// The slab is with the device.
-    InFlight(ExpertKey),
+    /// The slab is with the device; `wanted` where the current request waits for it, else it is a guess.
+    InFlight {
+        key: ExpertKey,
+        wanted: bool,
+    },
     Resting(ExpertKey, Slab),
 }
 
@@ -121,7 +140,7 @@ pub struct ExpertStore {
     device: Box<dyn Device>,
     pool: SlabPool,
     slots: Vec<Content>,
-    /// Slot of each expert that has one, by `table.index(key)`.
+    /// Slot of each expert that has one, its read done or not, by `table.index(key)`.
     slot_of: Vec<u32>,
     lru: Lru,
     /// Experts of the current request that have no slab yet, in file order.
@@ -130,6 +149,7 @@ pub struct ExpertStore {
     ready: VecDeque<u32>,
     /// Reads of the current request that are under way.
     awaited: usize,
+    guesses: Guesses,
     /// What the device died of. It may have taken slabs along, so no later request can be served to its end.
     dead: Option<IoError>,
     /// The last request was given up, and `awaited` reads of it may still be under way.
@@ -154,6 +174,7 @@ impl ExpertStore {
             missing: VecDeque::with_capacity(widest),
             ready: VecDeque::with_capacity(widest),
             awaited: 0,
+            guesses: Guesses::none(),
             dead: None,
             given_up: false,
             watch: None,
@@ -210,6 +231,9 @@ impl ExpertStore {
         if let Some(dead) = &self.dead {
             return Err(StoreError::Device(dead.clone()));
         }
+        if self.guesses.in_flight() > 0 {
+            while self.reap_or_abandon(Wait::No)? {}
+        }
         for &expert in experts {
             let key = ExpertKey { layer: layer as u16, expert };
             self.stats.requested += 1;
@@ -218,12 +242,12 @@ impl ExpertStore {
                     self.stats.misses += 1;
                     self.missing.push_back(key);
                 }
-                slot => {
-                    self.stats.hits += 1;
-                    self.lru.pin(slot);
-                    self.ready.push_back(slot);
-                }
+                slot => self.want(slot),
             }
+        }
+        if self.judge_guesses(layer) {
+            // Their slabs first, or the misses would take those of experts that are worth more.
+            while self.reap_or_abandon(Wait::No)? {}
         }
         let table = &self.table;
         self.missing.make_contiguous().sort_unstable_by_key(|&key| table.file_order(key));
@@ -242,35 +266,40 @@ impl ExpertStore {
                 return Ok(Some(Lease { slot, key: *key }));
             }
             if self.awaited == 0 {
+                if self.missing.is_empty() {
+                    return Ok(None);
+                }
                 // Not to be taken for the end of the request: the caller would go on without these experts.
-                assert!(
-                    self.missing.is_empty(),
-                    "{} experts wait for a slab that nothing will free",
-                    self.missing.len()
-                );
-                return Ok(None);
+                let waiting = self.missing.len();
+                assert!(self.guesses.in_flight() > 0, "{waiting} experts wait for a slab that nothing will free");
             }
             // A completion makes room in the device's queue, where that was what kept a read back.
-            if let Err(e) = self.wait().and_then(|()| self.submit_missing()) {
-                self.abandon();
-                return Err(e);
-            }
+            self.wait_or_abandon()?;
         }
     }
 
     /// Whether [`ExpertStore::next_ready`] would return without waiting. Takes in what the device has finished.
     pub fn poll(&mut self) -> Result<bool, StoreError> {
-        while self.ready.is_empty() && self.awaited > 0 {
-            match self.reap(Wait::No) {
-                Ok(true) => {}
-                Ok(false) => return Ok(false),
-                Err(e) => {
-                    self.abandon();
-                    return Err(e);
-                }
+        while self.ready.is_empty() && (self.awaited > 0 || !self.missing.is_empty()) {
+            if !self.reap_or_abandon(Wait::No)? {
+                return Ok(false);
             }
+            self.submit_missing()?;
         }
         Ok(true)
+    }
+
+    /// Whether a read of the request is under way.
+    pub fn is_reading(&self) -> bool {
+        self.awaited > 0
+    }
+
+    /// Waits until no read of the request is under way: what has a slab is ready.
+    pub fn wait_for_all(&mut self) -> Result<(), StoreError> {
+        while self.awaited > 0 {
+            self.wait_or_abandon()?;
+        }
+        Ok(())
     }
 
     /// The weights of a leased expert.
@@ -294,6 +323,7 @@ impl ExpertStore {
         if !self.given_up {
             // A device that died is dead for the next request too; reads given up now are waited for by it.
             let _ = self.settle();
+            self.drop_guesses();
         }
     }
 
@@ -303,24 +333,37 @@ impl ExpertStore {
         }
     }
 
+    /// Takes a slot that holds a requested expert, or that it is being read into, for the request.
+    fn want(&mut self, slot: u32) {
+        let guessed = self.guesses.used(slot);
+        match &mut self.slots[slot as usize] {
+            Content::Resting(..) => {
+                *(if guessed { &mut self.stats.prefetched } else { &mut self.stats.hits }) += 1;
+                self.lru.pin(slot);
+                self.ready.push_back(slot);
+            }
+            Content::InFlight { wanted, .. } => {
+                self.stats.misses += 1;
+                self.stats.late += 1;
+                *wanted = true;
+                self.awaited += 1;
+                self.device.promote(slot.into());
+            }
+            Content::Empty => unreachable!("slot {slot} is listed and empty"),
+        }
+    }
+
     fn submit_missing(&mut self) -> Result<(), StoreError> {
         while let Some(&key) = self.missing.front() {
             let Some((slot, slab)) = self.claim() else { break };
-            let read = Read { tag: u64::from(slot), priority: Priority::Demand, segments: self.table.segments(key) };
-            self.slots[slot as usize] = Content::InFlight(key);
-            self.lru.pin(slot);
-            if let Err(rejected) = self.device.submit(read, slab) {
-                self.slots[slot as usize] = Content::Empty;
-                self.lru.unpin(slot);
-                self.lru.forget(slot);
-                let error = match rejected.why {
+            if let Err(why) = self.submit(key, slot, slab, Priority::Demand) {
+                let error = match why {
                     // The queue empties as reads complete, and `next_ready` submits again.
-                    RejectReason::Full if self.awaited > 0 => break,
+                    RejectReason::Full if self.awaited + self.guesses.in_flight() > 0 => break,
                     RejectReason::Full => unreachable!("the device is full with no read under way"),
                     RejectReason::Dead(e) => self.died(e),
                     RejectReason::Bad(source) => StoreError::Read { key, source },
                 };
-                drop(rejected.slab);
                 self.abandon();
                 return Err(error);
             }
@@ -330,17 +373,58 @@ impl ExpertStore {
         Ok(())
     }
 
+    /// Gives the device a read into a claimed slot; where it does not take it, the slot is empty again.
+    fn submit(&mut self, key: ExpertKey, slot: u32, slab: Slab, priority: Priority) -> Result<(), RejectReason> {
+        let read = Read { tag: slot.into(), priority, segments: self.table.segments(key) };
+        self.slots[slot as usize] = Content::InFlight { key, wanted: priority == Priority::Demand };
+        self.slot_of[self.table.index(key)] = slot;
+        self.lru.pin(slot);
+        self.device.submit(read, slab).map_err(|rejected| {
+            self.clear(slot, key);
+            rejected.why
+        })
+    }
+
+    /// Empties a slot whose read brought nothing: it is the first to be reused.
+    fn clear(&mut self, slot: u32, key: ExpertKey) {
+        self.slots[slot as usize] = Content::Empty;
+        self.slot_of[self.table.index(key)] = NO_SLOT;
+        self.lru.unpin(slot);
+        self.lru.forget(slot);
+    }
+
     /// An empty slot with a slab, evicting the least recently used unpinned expert when there is no free slab.
     fn claim(&mut self) -> Option<(u32, Slab)> {
         let slot = self.lru.victim()?;
         match std::mem::replace(&mut self.slots[slot as usize], Content::Empty) {
             Content::Empty => self.pool.take().map(|slab| (slot, slab)),
             Content::Resting(key, slab) => {
+                if self.guesses.used(slot) {
+                    self.waste(key);
+                }
                 self.slot_of[self.table.index(key)] = NO_SLOT;
                 Some((slot, slab))
             }
-            Content::InFlight(key) => unreachable!("slot {slot} of {key:?} is unpinned while its slab is being read"),
+            Content::InFlight { key, .. } => unreachable!("slot {slot} of {key:?} is unpinned while it is being read"),
         }
+    }
+
+    /// Waits for a completion and submits what it makes room for; where that fails, the request is over.
+    fn wait_or_abandon(&mut self) -> Result<(), StoreError> {
+        let waited = self.wait().and_then(|()| self.submit_missing());
+        if waited.is_err() {
+            self.abandon();
+        }
+        waited
+    }
+
+    /// As [`ExpertStore::reap`]; where a read failed that the request waits for, the request is over.
+    fn reap_or_abandon(&mut self, wait: Wait) -> Result<bool, StoreError> {
+        let reaped = self.reap(wait);
+        if reaped.is_err() {
+            self.abandon();
+        }
+        reaped
     }
 
     /// Takes in one completion; `false` when none was there.
@@ -349,37 +433,45 @@ impl ExpertStore {
             Ok(Some(done)) => done,
             Ok(None) => {
                 let lost = wait != Wait::No && self.device.in_flight() == 0;
-                assert!(!lost || self.awaited == 0, "the device lost {} reads", self.awaited);
+                let reads = self.awaited + self.guesses.in_flight();
+                assert!(!lost || reads == 0, "the device lost {reads} reads");
                 return Ok(false);
             }
             Err(e) => return Err(self.died(e)),
         };
         let Completion { tag, slab, result, bytes, service } = done;
         let slot = tag as u32;
-        let Content::InFlight(key) = self.slots[slot as usize] else {
+        let Content::InFlight { key, wanted } = self.slots[slot as usize] else {
             unreachable!("the device completed slot {slot}, which is not being read");
         };
-        self.awaited -= 1;
+        if result == Err(IoError::Cancelled) {
+            self.taken_back(slot, key, wanted, slab);
+            return Ok(true);
+        }
         self.stats.reads += 1;
         self.stats.bytes += bytes;
         self.stats.service += service;
-        match result.map_err(|source| StoreError::Read { key, source }).and_then(|()| self.checked(key, &slab)) {
+        let result = result.map_err(|source| StoreError::Read { key, source }).and_then(|()| self.checked(key, &slab));
+        match result {
             Ok(()) => {
                 self.stats.useful_bytes += self.table.useful_bytes(key);
                 self.slots[slot as usize] = Content::Resting(key, slab);
-                self.slot_of[self.table.index(key)] = slot;
-                self.ready.push_back(slot);
-                Ok(true)
             }
-            Err(error) => {
-                // The slab goes back to the pool and the slot is the first to be reused: nothing half-read is kept.
+            // The slab goes back to the pool: nothing half-read is kept.
+            Err(_) => {
                 drop(slab);
-                self.slots[slot as usize] = Content::Empty;
-                self.lru.unpin(slot);
-                self.lru.forget(slot);
-                Err(error)
+                self.clear(slot, key);
             }
         }
+        if wanted {
+            self.awaited -= 1;
+            result?;
+            self.ready.push_back(slot);
+        } else {
+            // A guess that failed is not an error: whoever asks for the expert reads it again and hears of it then.
+            self.guess_arrived(slot, key, result.is_ok());
+        }
+        Ok(true)
     }
 
     /// Compares what was read with its hash, where this read is one to check.

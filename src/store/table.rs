@@ -98,6 +98,11 @@ impl ExpertTable {
         u64::from(self.entries[self.index(key)].useful_bytes)
     }
 
+    /// Bytes that a read of the expert takes from the files, alignment included.
+    pub(super) fn read_bytes(&self, key: ExpertKey) -> u64 {
+        self.entries[self.index(key)].segments.len_bytes()
+    }
+
     /// Where the expert lies, from its first useful byte to its last, in the file and in its slab; `None` where it is
     /// gathered from several pieces.
     pub(super) fn whole(&self, key: ExpertKey) -> Option<(FileSpan, Place)> {

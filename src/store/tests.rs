@@ -18,6 +18,9 @@ use super::*;
 use crate::checkpoint::{ExpertIndex, ExpertSource, MatrixSource};
 use crate::kernels::{Format, Kernels, MatrixSpec};
 
+#[path = "guess_tests.rs"]
+mod guesses;
+
 const LAYERS: usize = 2;
 const EXPERTS: usize = 6;
 const SECTOR: u64 = 4096;

@@ -102,18 +102,21 @@ impl ExpertStore {
 
     /// Waits for the reads of a request that nobody wants any more, unless that was given up.
     pub(super) fn settle(&mut self) -> Result<(), StoreError> {
-        while self.awaited > 0 {
+        let mut outcome = Ok(());
+        while self.awaited > 0 && outcome.is_ok() {
             match self.wait() {
-                Err(StoreError::GivenUp) => return Err(StoreError::GivenUp),
+                Err(StoreError::GivenUp) => outcome = Err(StoreError::GivenUp),
                 Err(StoreError::Device(e)) => {
                     self.awaited = 0;
-                    return Err(StoreError::Device(e));
+                    outcome = Err(StoreError::Device(e));
                 }
                 // What failed is of no interest any more.
                 Ok(()) | Err(StoreError::Read { .. } | StoreError::Damaged(_)) => self.unpin_ready(),
             }
         }
-        Ok(())
+        // A read that a dying device gave back would be missing again.
+        self.missing.clear();
+        outcome
     }
 
     fn tell(&mut self, what: Notice) -> ControlFlow<()> {
@@ -125,9 +128,10 @@ impl ExpertStore {
 
     /// Describes what is waited for.
     fn hung(&self, waited: Duration) -> Notice {
-        let keys = self.slots.iter().filter_map(|slot| match slot {
-            Content::InFlight(key) => Some(*key),
-            Content::Empty | Content::Resting(..) => None,
+        // Guesses are waited for only when nothing else is.
+        let keys = self.slots.iter().filter_map(|slot| match *slot {
+            Content::InFlight { key, wanted } if wanted || self.awaited == 0 => Some(key),
+            _ => None,
         });
         let first = keys.min_by_key(|&key| self.table.file_order(key));
         let segment = first.and_then(|key| Some((key, *self.table.segments(key).first()?)));
@@ -137,7 +141,7 @@ impl ExpertStore {
                 file: files.path(segment.file).to_owned(),
                 offset: segment.offset,
                 bytes: segment.len.into(),
-                reads: self.awaited,
+                reads: self.awaited.max(1),
                 waited,
             }),
             _ => Notice::Waiting,

@@ -11,9 +11,13 @@ use std::time::Duration;
 use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::engine::sampler::Sampling;
-use millstream::engine::{Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, Job, Memory, Verify};
+use millstream::engine::{
+    Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, Job, Memory, Switch, Verify,
+};
 use millstream::kernels::Isa;
-use millstream_io::{DeviceKind, IoError, IoMode, SimConfig, sim_device};
+use millstream_io::{
+    DeviceConfig, DeviceKind, IoError, IoMode, SimConfig, ThrottleConfig, open_device, sim_device, throttled,
+};
 
 /// More slabs than any bundled model has experts: nothing is ever evicted.
 pub const ALL_SLABS: usize = 1000;
@@ -123,6 +127,8 @@ pub enum Reader {
     Map,
     /// Simulated, in an order that the seed decides.
     Shuffled(u64),
+    /// Threads, slowed down in real time to a drive that the seed decides.
+    Slowed(u64),
 }
 
 /// What must not change a bit.
@@ -136,6 +142,8 @@ pub struct Setup {
     pub isa: Option<Isa>,
     pub depth: Depth,
     pub chunk_bytes: Option<u32>,
+    pub pipeline: Switch,
+    pub prefetch: Switch,
 }
 
 impl Setup {
@@ -149,6 +157,8 @@ impl Setup {
         isa: None,
         depth: Depth::Auto,
         chunk_bytes: None,
+        pipeline: Switch::Auto,
+        prefetch: Switch::Auto,
     };
 }
 
@@ -159,17 +169,19 @@ impl Default for Setup {
 }
 
 pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
-    let Setup { slabs, reader, io, threads, rows, isa, depth, chunk_bytes } = *setup;
+    let Setup { slabs, reader, io, threads, rows, isa, depth, chunk_bytes, pipeline, prefetch } = *setup;
     EngineConfig {
         io,
         device: match reader {
             Reader::Ring => DeviceKind::Uring,
             Reader::Map => DeviceKind::Mmap,
-            Reader::Threads | Reader::Shuffled(_) => DeviceKind::Threads,
+            Reader::Threads | Reader::Shuffled(_) | Reader::Slowed(_) => DeviceKind::Threads,
         },
         memory: Memory::Slabs(slabs),
         depth,
         chunk_bytes,
+        pipeline,
+        prefetch,
         threads,
         prefill_rows: rows,
         isa,
@@ -194,6 +206,16 @@ pub fn shuffled(seed: u64) -> SimConfig {
     }
 }
 
+/// A drive of up to 0.2 ms a read and 0.2 to 3.2 GB/s that serves one to four reads at a time.
+pub fn slowed(seed: u64) -> ThrottleConfig {
+    ThrottleConfig {
+        latency: Duration::from_micros(seed % 200),
+        bytes_per_s: 200_000_000 << (seed / 200 % 5),
+        parallelism: 1 + (seed / 1000 % 4) as usize,
+        ..ThrottleConfig::default()
+    }
+}
+
 pub fn open(arithmetic: &Arithmetic, setup: &Setup) -> Result<Engine, EngineError> {
     let (checkpoint, config) = (Checkpoint::open(&arithmetic.model.dir())?, config(arithmetic, setup));
     match setup.reader {
@@ -201,6 +223,10 @@ pub fn open(arithmetic: &Arithmetic, setup: &Setup) -> Result<Engine, EngineErro
         Reader::Shuffled(seed) => {
             Engine::open_with(checkpoint, &config, &|files, pool| Ok(sim_device(&shuffled(seed), files.clone(), pool)?))
         }
+        Reader::Slowed(seed) => Engine::open_with(checkpoint, &config, &|files, pool| {
+            let threads = DeviceConfig { kind: DeviceKind::Threads, ..DeviceConfig::default() };
+            Ok(throttled(open_device(&threads, files.clone(), pool)?, &slowed(seed))?)
+        }),
     }
 }
 

@@ -1,0 +1,202 @@
+//! Reading ahead: which slots hold experts that nobody has asked for, and what becomes of them.
+//!
+//! A guess is for one layer. It may take an empty slot, or the slot that the next miss would take: the cache's own
+//! measure says that nothing is worth less than what is there, and the router's score says that the guess is worth
+//! more. What keeps a run of bad guesses from emptying the cache is the bound on slots that hold guesses, all layers
+//! together; it also leaves demand the slots it needs. The request of the layer judges: what it asks for becomes an
+//! ordinary member of the cache, everything else is taken back from the device's queue where its read has not begun, and
+//! is the next victim where it has.
+
+use millstream_io::{Priority, Slab};
+
+use super::{Content, ExpertKey, ExpertStore, NO_SLOT};
+
+/// Slots that hold guesses.
+pub(super) struct Guesses {
+    most: usize,
+    held: Vec<Held>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Held {
+    slot: u32,
+    layer: u16,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    InFlight,
+    /// In flight, and the layer it was for did not ask for it.
+    Wrong,
+    Resting,
+}
+
+/// What becomes of a guess whose read is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    /// It waits for its layer.
+    Waits,
+    /// Its layer has passed.
+    Wrong,
+}
+
+impl Guesses {
+    /// No slot may hold a guess.
+    pub(super) fn none() -> Guesses {
+        Guesses::at_most(0)
+    }
+
+    /// So many slots may.
+    pub(super) fn at_most(most: usize) -> Guesses {
+        Guesses { most, held: Vec::with_capacity(most) }
+    }
+
+    fn has_room(&self) -> bool {
+        self.held.len() < self.most
+    }
+
+    fn add(&mut self, slot: u32, layer: u16) {
+        self.held.push(Held { slot, layer, state: State::InFlight });
+    }
+
+    /// Reads under way that nobody waits for.
+    pub(super) fn in_flight(&self) -> usize {
+        self.held.iter().filter(|held| held.state != State::Resting).count()
+    }
+
+    /// The slot is asked for: whether it was a guess until now.
+    pub(super) fn used(&mut self, slot: u32) -> bool {
+        self.remove(slot).is_some()
+    }
+
+    fn remove(&mut self, slot: u32) -> Option<Held> {
+        let at = self.held.iter().position(|held| held.slot == slot)?;
+        Some(self.held.swap_remove(at))
+    }
+
+    /// The read into `slot` is over and went well.
+    fn arrived(&mut self, slot: u32) -> Fate {
+        match self.held.iter_mut().find(|held| held.slot == slot) {
+            Some(held) if held.state == State::InFlight => {
+                held.state = State::Resting;
+                Fate::Waits
+            }
+            _ => {
+                self.remove(slot);
+                Fate::Wrong
+            }
+        }
+    }
+
+    /// A guess that is not for a layer after `layer` and rests, as long as there is one; those in flight become wrong.
+    fn next_wrong(&mut self, layer: u16) -> Option<u32> {
+        let mut at = 0;
+        while let Some(held) = self.held.get_mut(at) {
+            if held.layer <= layer {
+                match held.state {
+                    State::Resting => return Some(self.held.swap_remove(at).slot),
+                    State::InFlight | State::Wrong => held.state = State::Wrong,
+                }
+            }
+            at += 1;
+        }
+        None
+    }
+
+    fn has_wrong_in_flight(&self) -> bool {
+        self.held.iter().any(|held| held.state == State::Wrong)
+    }
+}
+
+impl ExpertStore {
+    /// From now on lets up to `most` slots hold guesses, and always leaves at least `demand` of them to requests.
+    pub fn allow_guesses(&mut self, most: usize, demand: usize) {
+        self.drop_guesses();
+        self.guesses = Guesses::at_most(most.min(self.slots.len().saturating_sub(demand.max(1))));
+    }
+
+    /// Expects a request of `layer`, one after the current request's, for `experts`, the likeliest first: what is not
+    /// there is read as far as there are slots for guesses, behind everything that is waited for. Never waits. What
+    /// cannot be read now is forgotten: the request will read it.
+    pub fn hint(&mut self, layer: usize, experts: &[u16]) {
+        // While a miss waits for a slab, a guess would take it away.
+        if self.dead.is_some() || !self.missing.is_empty() {
+            return;
+        }
+        for &expert in experts {
+            let key = ExpertKey { layer: layer as u16, expert };
+            if !self.guesses.has_room() {
+                return;
+            }
+            if self.slot_of[self.table.index(key)] != NO_SLOT {
+                continue;
+            }
+            let Some((slot, slab)) = self.claim() else { return };
+            if self.submit(key, slot, slab, Priority::Lookahead).is_err() {
+                return;
+            }
+            self.guesses.add(slot, key.layer);
+            self.stats.guessed += 1;
+        }
+    }
+
+    /// Takes back or waits for every guess under way; those that rest are the next victims. Nothing is in flight then
+    /// that no request waits for.
+    pub fn drop_guesses(&mut self) {
+        self.judge_guesses(usize::from(u16::MAX));
+        while self.guesses.in_flight() > 0 {
+            // A dead device is dead for the next request too, and what is given up is waited for by nobody.
+            if self.wait().is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Gives up the guesses for layers up to `layer` that its request, which has taken its own, does not want. Whether
+    /// slabs come back from the device for it.
+    pub(super) fn judge_guesses(&mut self, layer: usize) -> bool {
+        while let Some(slot) = self.guesses.next_wrong(layer as u16) {
+            let Content::Resting(key, _) = self.slots[slot as usize] else {
+                unreachable!("slot {slot} holds a guess and no expert")
+            };
+            self.waste(key);
+            self.lru.forget(slot);
+        }
+        // Guesses for later layers go with them: the next hint is the better one.
+        self.guesses.has_wrong_in_flight() && self.device.cancel_lookahead() > 0
+    }
+
+    /// Takes in a guess whose read is over, in its slot or, where it failed, nowhere.
+    pub(super) fn guess_arrived(&mut self, slot: u32, key: ExpertKey, well: bool) {
+        if !well {
+            self.guesses.used(slot);
+            return;
+        }
+        self.lru.unpin(slot);
+        if self.guesses.arrived(slot) == Fate::Wrong {
+            self.waste(key);
+            self.lru.forget(slot);
+        }
+    }
+
+    /// Counts an expert that was read for nothing.
+    pub(super) fn waste(&mut self, key: ExpertKey) {
+        self.stats.wasted += 1;
+        self.stats.wasted_bytes += self.table.read_bytes(key);
+    }
+
+    /// Takes in a read that the device gave back without beginning it. A request may have begun to wait for it
+    /// meanwhile: then it is a miss like any other.
+    pub(super) fn taken_back(&mut self, slot: u32, key: ExpertKey, wanted: bool, slab: Slab) {
+        drop(slab);
+        self.clear(slot, key);
+        if wanted {
+            self.awaited -= 1;
+            self.missing.push_front(key);
+        } else {
+            self.guesses.used(slot);
+            self.stats.cancelled += 1;
+        }
+    }
+}
