@@ -333,11 +333,8 @@ fn statistics_add_up() {
     assert_eq!(json["decode_steps"], 31);
     assert!(json["memory"]["rss_peak"].as_u64().unwrap() > json["memory"]["resident"].as_u64().unwrap());
     assert!(json["io"]["bytes"].as_u64().unwrap() >= json["io"]["useful_bytes"].as_u64().unwrap());
-    let experts = &json["experts"];
-    assert_eq!(
-        experts["requested"].as_u64().unwrap(),
-        experts["hit_cached"].as_u64().unwrap() + experts["missed"].as_u64().unwrap()
-    );
+    let experts = |name: &str| json["experts"][name].as_u64().unwrap();
+    assert_eq!(experts("requested"), experts("hit_cached") + experts("hit_prefetched") + experts("missed"));
     for word in ["32 tokens", "14 tokens", "tok/s", "attention", "total", "hit rate", "at its peak"] {
         assert!(stderr(&output).contains(word), "no {word:?} in: {}", stderr(&output));
     }
