@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -360,6 +360,85 @@ fn a_way_of_reading_that_fails_is_reported_and_the_others_are_measured() {
     let text = run(false);
     assert_eq!(text.status.code(), Some(1));
     assert!(stdout(&text).contains("failed: threads") && stdout(&text).contains("recommended: "), "{}", stdout(&text));
+}
+
+/// A control group of version 1 or 2 in which reads of a drive are limited, removed when dropped.
+struct Limited {
+    dir: PathBuf,
+    /// What the kernel shows.
+    line: String,
+}
+
+impl Limited {
+    /// More bytes a second than any drive has: nobody is slowed down.
+    const BYTES_S: u64 = 1_000_000_000_000;
+
+    fn make() -> Result<Limited, String> {
+        let name = format!("millstream-test-{}", std::process::id());
+        let drives = fs::read_dir("/sys/block").map_err(|e| format!("/sys/block: {e}"))?;
+        let numbers: Vec<String> =
+            drives.flatten().filter_map(|drive| fs::read_to_string(drive.path().join("dev")).ok()).collect();
+        let mut why = "no control group can be made".to_owned();
+        for (parent, file) in [
+            ("/sys/fs/cgroup/blkio", "blkio.throttle.read_bps_device"),
+            ("/sys/fs/cgroup", "io.max"),
+            ("/sys/fs/cgroup/unified", "io.max"),
+        ] {
+            let dir = Path::new(parent).join(&name);
+            if let Err(error) = fs::create_dir(&dir) {
+                why = format!("{}: {error}", dir.display());
+                continue;
+            }
+            for number in numbers.iter().map(|number| number.trim()) {
+                let written = match file {
+                    "io.max" => format!("{number} rbps={}", Limited::BYTES_S),
+                    _ => format!("{number} {}", Limited::BYTES_S),
+                };
+                if fs::write(dir.join(file), written).is_ok() {
+                    let shown = fs::read_to_string(dir.join(file)).unwrap();
+                    let line = format!("{}: {}", dir.join(file).display(), shown.trim());
+                    return Ok(Limited { dir, line });
+                }
+            }
+            why = format!("{} takes no limit", dir.join(file).display());
+            let _ = fs::remove_dir(&dir);
+        }
+        Err(why)
+    }
+}
+
+impl Drop for Limited {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.dir);
+    }
+}
+
+#[test]
+fn a_drive_that_the_control_group_throttles_is_said_before_any_number() {
+    let group = match Limited::make() {
+        Ok(group) => group,
+        Err(why) => return eprintln!("skipped: {why}"),
+    };
+    let dir = disk_dir();
+    let file = file_in(&dir);
+    let run = |extra: &[&str]| {
+        let mut command = bench(&["--file", file.to_str().unwrap()]);
+        command.args(extra);
+        let members = fs::OpenOptions::new().write(true).open(group.dir.join("cgroup.procs")).unwrap();
+        // SAFETY: the closure makes one system call on a descriptor opened before the fork.
+        unsafe {
+            command.pre_exec(move || (&members).write_all(b"0"));
+        }
+        command.output().unwrap()
+    };
+    let output = run(&[]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let said = stdout(&output);
+    let at = |text: &str| said.find(text).unwrap_or_else(|| panic!("no {text:?} in {said}"));
+    assert!(at(&group.line) < at("GB/s") && at("throttled by the control group") < at("GB/s"), "{said}");
+    let report = json(&run(&["--json", "-q"]));
+    assert_eq!(report["limits"]["cgroup_io"], Value::from(vec![group.line.clone()]));
+    assert!(report["warnings"].to_string().contains("throttled by the control group"), "{}", report["warnings"]);
 }
 
 #[test]

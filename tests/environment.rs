@@ -11,13 +11,15 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use tempfile::TempDir;
 
 const NOBODY: u32 = 65534;
+/// Of linux/capability.h.
+const CAP_SYS_ADMIN: libc::c_ulong = 21;
 
 fn bundled() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")
@@ -117,6 +119,94 @@ fn where_an_io_uring_call_kills_threads_make_none() {
     let output =
         under_filter(generation(container(), &["--device", "threads"]), forbid_io_uring(SeccompAction::KillProcess));
     assert_eq!(answer(&output, &["threads, "]), expected());
+}
+
+/// As on a machine where `kernel.io_uring_disabled` is `value`: the file says so, and a filter refuses as the kernel
+/// then does. The setting itself is everybody's.
+fn as_if_disabled(command: Command, value: &str) -> Option<Output> {
+    let dir = TempDir::new().unwrap();
+    let shown = dir.path().join("io_uring_disabled");
+    std::fs::write(&shown, format!("{value}\n")).unwrap();
+    let shown = CString::new(shown.as_os_str().as_bytes()).unwrap();
+    let filter = forbid_io_uring(SeccompAction::Errno(libc::EPERM as u32));
+    let change = move || {
+        let (switch, none) = (c"/proc/sys/kernel/io_uring_disabled".as_ptr(), std::ptr::null());
+        // SAFETY: no memory is involved.
+        check(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
+        // SAFETY: the strings live until exec; the other pointers may be null for these flags.
+        check(unsafe { libc::mount(none, c"/".as_ptr(), none, libc::MS_REC | libc::MS_PRIVATE, none.cast()) })?;
+        // SAFETY: as above.
+        check(unsafe { libc::mount(shown.as_ptr(), switch, none, libc::MS_BIND, none.cast()) })?;
+        seccompiler::apply_filter(&filter).map_err(io::Error::other)
+    };
+    changed(command, change)
+}
+
+#[test]
+fn where_a_sysctl_disables_io_uring_threads_read_and_the_sysctl_is_named() {
+    if !Path::new("/proc/sys/kernel/io_uring_disabled").exists() {
+        return eprintln!("skipped: this kernel has no kernel.io_uring_disabled");
+    }
+    for value in ["1", "2"] {
+        let Some(output) = as_if_disabled(generation(container(), &[]), value) else { return };
+        let words = ["threads, ", &format!("kernel.io_uring_disabled is {value}"), "sysctl kernel.io_uring_disabled=0"];
+        assert_eq!(answer(&output, &words), expected());
+        let output = as_if_disabled(generation(container(), &["--device", "uring"]), value).unwrap();
+        assert_eq!((output.status.code(), text(&output.stdout)), (Some(1), ""));
+        let said = text(&output.stderr);
+        assert!(said.contains(&format!("kernel.io_uring_disabled is {value}")) && said.contains("hint:"), "{said}");
+    }
+}
+
+/// A setting of the whole machine, put back when this is dropped, and when this process ends in any way: a shell waits
+/// for the end of its input.
+struct Sysctl {
+    keeper: Child,
+}
+
+impl Sysctl {
+    const SWITCH: &str = "/proc/sys/kernel/io_uring_disabled";
+
+    fn keep() -> Sysctl {
+        let before = std::fs::read_to_string(Sysctl::SWITCH).unwrap();
+        let script = format!("trap '' INT TERM HUP; read -r line; echo {} > {}", before.trim(), Sysctl::SWITCH);
+        let keeper = Command::new("/bin/sh").args(["-c", &script]).stdin(Stdio::piped()).spawn().unwrap();
+        Sysctl { keeper }
+    }
+}
+
+impl Drop for Sysctl {
+    fn drop(&mut self) {
+        drop(self.keeper.stdin.take());
+        let _ = self.keeper.wait();
+    }
+}
+
+/// The real setting is the whole machine's, so that this disturbs whatever runs beside it: only where it is asked for,
+/// and then alone (`--exact`).
+#[test]
+fn the_real_sysctl_disables_io_uring_for_the_unprivileged_and_for_all() {
+    if std::env::var_os("MILLSTREAM_TEST_SYSCTL").is_none() {
+        return eprintln!("skipped: MILLSTREAM_TEST_SYSCTL=1 lets this change kernel.io_uring_disabled for a moment");
+    }
+    let (container, expected) = (container(), expected());
+    let unprivileged = || {
+        // SAFETY: the call takes numbers.
+        check(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, CAP_SYS_ADMIN, 0, 0, 0) })
+    };
+    let before = std::fs::read_to_string(Sysctl::SWITCH).unwrap();
+    let keeper = Sysctl::keep();
+    for (value, root_may) in [("1", true), ("2", false)] {
+        std::fs::write(Sysctl::SWITCH, value).unwrap();
+        let refused = ["threads, ", &format!("kernel.io_uring_disabled is {value}")];
+        let output = generation(container, &[]).output().unwrap();
+        assert_eq!(answer(&output, if root_may { &["io_uring"] } else { &refused }), expected);
+        assert_eq!(text(&output.stderr).contains("io_uring_disabled"), !root_may, "{}", text(&output.stderr));
+        let output = changed(generation(container, &[]), unprivileged).unwrap();
+        assert_eq!(answer(&output, &refused), expected);
+    }
+    drop(keeper);
+    assert_eq!(std::fs::read_to_string(Sysctl::SWITCH).unwrap(), before);
 }
 
 #[test]

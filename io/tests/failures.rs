@@ -7,6 +7,7 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,8 +16,8 @@ use common::{
     Kind, Model, check_bytes, child, demand, is_root, kinds, open, open_to_all, plan_of, span, succeeded, write_file,
 };
 use millstream_io::{
-    Access, Device, DeviceConfig, DeviceKind, Errno, FileId, FileSet, IoError, IoMode, PageKind, SlabPool, Wait,
-    open_device,
+    Access, Device, DeviceConfig, DeviceKind, Errno, FileId, FileSet, IoError, IoMode, PageKind, Priority, Read,
+    Segment, Segments, SlabPool, Wait, open_device,
 };
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
@@ -364,6 +365,43 @@ fn direct_accepted_and_ignored_is_reported_and_not_called_direct() {
         assert_eq!(device.describe().fallback.is_some(), kind == DeviceKind::Auto);
         reads_well(&mut *device, &files, &pool);
     }
+}
+
+#[test]
+fn a_read_that_breaks_off_in_the_middle_says_how_much_had_arrived() {
+    let memory = PathBuf::from("/proc/self/mem");
+    let probe = std::fs::File::open(&memory).and_then(|file| file.read_at(&mut [0; 16], 0));
+    if !probe.is_err_and(|error| error.raw_os_error() == Some(libc::EIO)) {
+        eprintln!("skipped: /proc/self/mem does not answer EIO here");
+        return;
+    }
+    // Half a MiB of a file, mapped as a whole one: the kernel returns half of what is asked for, then EIO.
+    let half = MIB as usize / 2;
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(half as u64).unwrap();
+    let (access, fd) = (libc::PROT_READ, std::os::fd::AsRawFd::as_raw_fd(&file));
+    // SAFETY: the kernel chooses an address that nobody uses.
+    let base = unsafe { libc::mmap(std::ptr::null_mut(), 2 * half, access, libc::MAP_SHARED, fd, 0) };
+    assert_ne!(base, libc::MAP_FAILED);
+    let offset = base as u64;
+    for kind in kinds().into_iter().filter(|kind| matches!(kind, Kind::Ring | Kind::Threads)) {
+        let files = Arc::new(FileSet::open(std::slice::from_ref(&memory), IoMode::Auto).unwrap());
+        let pool = SlabPool::new(MIB as usize, 2).unwrap();
+        let mut device = open(kind, &DeviceConfig::default(), &files, &pool);
+        let broken = Segment { file: FileId(0), offset, len: MIB as u32, at: 0, want: MIB as u32 };
+        let segments = Segments::from_slice(&[broken]).unwrap();
+        device.submit(Read { tag: 0, priority: Priority::Demand, segments }, pool.take().unwrap()).unwrap();
+        let error = device.reap(Wait::Block).unwrap().unwrap().result.unwrap_err();
+        let IoError::Read { range, errno } = &error else { panic!("{error:?}") };
+        assert_eq!(
+            (range.offset, range.wanted, range.got, errno.name()),
+            (offset, MIB, half as u64, "EIO"),
+            "{kind:?}"
+        );
+        assert_eq!(pool.free(), 2);
+    }
+    // SAFETY: nothing refers to the range any more.
+    assert_eq!(unsafe { libc::munmap(base, 2 * half) }, 0);
 }
 
 #[test]
