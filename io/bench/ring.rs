@@ -3,7 +3,8 @@
 //!
 //! `cargo bench -p millstream-io --bench ring` makes a scratch file without a name next to the build output, in
 //! `MILLSTREAM_BENCH_DIR` if that is set. fio reads into reserved huge pages: `sysctl vm.nr_hugepages=100` is enough.
-//! As a test (`cargo test --benches`) it does the same with a few megabytes and without fio.
+//! All of it takes six minutes; `MILLSTREAM_BENCH_PARTS` names those to run: `ring` and `threads` for the pairs with fio,
+//! `figures` for the rest. As a test (`cargo test --benches`) it does the same with a few megabytes and without fio.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -56,15 +57,26 @@ fn run(size: &Size, full: bool) -> Result<(), Error> {
     let ring = Candidate { mode, ..Candidate::RING };
     let threads = Candidate { mode, ..Candidate::THREADS };
 
+    let parts = std::env::var("MILLSTREAM_BENCH_PARTS").unwrap_or_else(|_| "ring,threads,figures".to_owned());
+    let asked = |name: &str| parts.split(',').any(|part| part == name);
     let fio = Fio { path: scratch.path(), size, huge: free_huge_pages() > 8 * size.slab_bytes / (2 * MIB) };
-    let depth = if full { fio.best_depth()? } else { None };
-    let ring_rounds = pairs(&mut target, &ring, &fio, depth, "ring")?;
-    let thread_rounds = pairs(&mut target, &threads, &fio, depth, "threads")?;
-    figures(&mut target, size, &ring, &ring_rounds)?;
-    if let Some(threads) = summarize(threads, &thread_rounds) {
-        goal("threads: CPU s/GB", threads.cpu_s_per_gb, "<= 0.03", threads.cpu_s_per_gb <= 0.03);
+    let paired = asked("ring") || asked("threads");
+    let depth = if full && paired { fio.best_depth()? } else { None };
+    let ring_rounds = if asked("ring") { pairs(&mut target, &ring, &fio, depth, "ring")? } else { Vec::new() };
+    if asked("threads") {
+        let rounds = pairs(&mut target, &threads, &fio, depth, "threads")?;
+        let all = summarize(threads, &rounds).ok_or("no round")?;
+        println!("threads: {:.2} GB/s [{:.2}..{:.2}]", all.gb_s, all.gb_s_min, all.gb_s_max);
+        goal("threads: CPU s/GB", all.cpu_s_per_gb, "<= 0.03", all.cpu_s_per_gb <= 0.03);
     }
-    bursts(&scratch.path(), size)
+    if asked("ring") || asked("figures") {
+        figures(&mut target, size, &ring, &ring_rounds)?;
+    }
+    if asked("figures") {
+        lone(&mut target, size, &ring)?;
+        bursts(&scratch.path(), size)?;
+    }
+    Ok(())
 }
 
 /// Ours, fio, fio, ours, and so on; the ratio of each pair.
@@ -80,11 +92,11 @@ fn pairs(
     for pair in 0..fio.size.pairs {
         let mut theirs = None;
         if pair % 2 == 1 {
-            theirs = depth.map(|depth| fio.run(depth)).transpose()?;
+            theirs = depth.map(|depth| fio.run(depth, fio.size.seconds)).transpose()?;
         }
         let ours = measure(target, candidate, fio.size.seconds, pair as u64)?;
         if pair % 2 == 0 {
-            theirs = depth.map(|depth| fio.run(depth)).transpose()?;
+            theirs = depth.map(|depth| fio.run(depth, fio.size.seconds)).transpose()?;
         }
         if let Some(theirs) = theirs {
             ratios.push(ours.bytes as f64 / 1e9 / ours.seconds / theirs);
@@ -118,7 +130,11 @@ fn figures(target: &mut Target, size: &Size, ring: &Candidate, rounds: &[Round])
     if let Some(factor) = all.amplification {
         goal("ring: amplification", factor, "<= 1.02", factor <= 1.02);
     }
-    // Alone and full, alternating, so that both see the same neighbours.
+    Ok(())
+}
+
+/// One slab at a time beside the full depth, alternating, so that both see the same neighbours.
+fn lone(target: &mut Target, size: &Size, ring: &Candidate) -> Result<(), Error> {
     let (mut alone, mut together) = (Vec::new(), Vec::new());
     for round in 0..size.pairs as u64 {
         alone.push(measure(target, &Candidate { depth: 1, ..*ring }, size.seconds / 2.0, round)?);
@@ -204,7 +220,7 @@ impl Fio<'_> {
         let mut speeds: Vec<Vec<f64>> = depths.iter().map(|_| Vec::new()).collect();
         for _ in 0..3 {
             for (depth, speeds) in depths.iter().zip(&mut speeds) {
-                speeds.push(self.run(*depth)?);
+                speeds.push(self.run(*depth, self.size.seconds / 2.0)?);
             }
         }
         let medians = depths.iter().zip(&speeds).map(|(depth, speeds)| (*depth, median(speeds).unwrap_or(0.0)));
@@ -216,19 +232,19 @@ impl Fio<'_> {
     }
 
     /// GB/s of one run. Others may take the reserved pages for a moment: then it is tried again.
-    fn run(&self, depth: u32) -> Result<f64, Error> {
-        let mut outcome = self.run_once(depth);
+    fn run(&self, depth: u32, seconds: f64) -> Result<f64, Error> {
+        let mut outcome = self.run_once(depth, seconds);
         for _ in 0..10 {
             if outcome.is_ok() {
                 break;
             }
             std::thread::sleep(Duration::from_secs(2));
-            outcome = self.run_once(depth);
+            outcome = self.run_once(depth, seconds);
         }
         outcome
     }
 
-    fn run_once(&self, depth: u32) -> Result<f64, Error> {
+    fn run_once(&self, depth: u32, seconds: f64) -> Result<f64, Error> {
         let memory = if self.huge { "shmhuge" } else { "malloc" };
         let arguments = format!(
             "--name=x --filename={} --size={} --bs={} --iodepth={depth} --iomem={memory} --runtime={}ms --readonly \
@@ -237,7 +253,7 @@ impl Fio<'_> {
             self.path.display(),
             self.size.file_bytes / self.size.slab_bytes * self.size.slab_bytes,
             self.size.slab_bytes,
-            (self.size.seconds * 1e3) as u64,
+            (seconds * 1e3) as u64,
         );
         let output = Command::new("fio").args(arguments.split_whitespace()).output()?;
         let text = String::from_utf8_lossy(&output.stdout).into_owned();

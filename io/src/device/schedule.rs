@@ -26,7 +26,8 @@ pub(crate) struct Limits {
     /// Of each drive.
     pub depth_bytes: u64,
     pub chunk_bytes: u32,
-    /// With more reads than this waiting, a segment is one request: parallelism then comes from the reads.
+    /// With more than this, calls out and reads waiting together, a segment is one request: parallelism then comes from
+    /// the reads.
     pub whole_when_waiting: usize,
     /// Requests handed out at a time.
     pub calls: usize,
@@ -191,7 +192,7 @@ impl Schedule {
         let active = self.slots[slot as usize].as_ref()?;
         let (priority, segment) = (active.read.priority, active.read.segments[active.segment]);
         let rest = segment.len - active.inside;
-        let busy = self.waiting.len() > self.limits.whole_when_waiting;
+        let busy = self.waiting.len() + self.calls_out() > self.limits.whole_when_waiting;
         let len = if busy { rest } else { rest.min(self.limits.chunk_bytes) };
         let drive = self.router.choose(self.files.sources(segment.file), len, priority, now_ns)?;
         let op = self.free_ops.pop()?;
@@ -757,14 +758,29 @@ mod tests {
     }
 
     #[test]
-    fn reads_are_split_only_while_few_wait() {
+    fn reads_are_split_only_while_there_are_fewer_than_could_be_read_at_once() {
         let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
         schedule.limits.whole_when_waiting = 2;
-        for tag in 0..4 {
+        let admit = |schedule: &mut Schedule, tag| {
             schedule.admit(read(tag, Priority::Demand, tag << 20), pool.take().unwrap(), 0).unwrap();
+        };
+        (0..4).for_each(|tag| admit(&mut schedule, tag));
+        let whole: Vec<Issue> = std::iter::from_fn(|| schedule.next(0)).collect();
+        assert_eq!(whole.iter().map(|issue| issue.len / CHUNK).collect::<Vec<_>>(), [4, 4, 4, 4]);
+        for issue in &whole[..2] {
+            schedule.complete(issue.op, SLAB as i32, 0);
         }
+        // The next makes three with the two that are still out.
+        admit(&mut schedule, 4);
+        assert_eq!(schedule.next(0).unwrap().len, SLAB);
+        while schedule.take_ready().is_some() {}
+
+        // Alone, a read is split for whoever is idle; the third call makes three.
+        let (mut schedule, pool, _file) = self::schedule(u64::MAX, 64);
+        schedule.limits.whole_when_waiting = 2;
+        schedule.admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();
         let lens: Vec<u32> = std::iter::from_fn(|| schedule.next(0)).map(|issue| issue.len / CHUNK).collect();
-        assert_eq!(lens, [4, 4, 1, 1, 1, 1, 1, 1, 1, 1], "the first two had at least two behind them");
+        assert_eq!(lens, [1, 1, 1, 1]);
     }
 
     #[test]
