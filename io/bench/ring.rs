@@ -2,7 +2,7 @@
 //! latency, a lone slab, submission, amplification.
 //!
 //! `cargo bench -p millstream-io --bench ring` makes a scratch file without a name next to the build output, in
-//! `MILLSTREAM_BENCH_DIR` if that is set. fio reads into reserved huge pages: `sysctl vm.nr_hugepages=100` is enough.
+//! `MILLSTREAM_BENCH_DIR` if that is set. fio reads into reserved huge pages: `sysctl vm.nr_hugepages=200` is enough.
 //! All of it takes six minutes; `MILLSTREAM_BENCH_PARTS` names those to run: `ring` and `threads` for the pairs with fio,
 //! `figures` for the rest. As a test (`cargo test --benches`) it does the same with a few megabytes and without fio.
 
@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use millstream_io::measure::scratch::Scratch;
 use millstream_io::measure::{Candidate, Outcome, Round, Target, median, summarize};
 use millstream_io::{
-    DEPTH_AUTO, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoMode, Priority, Read, SlabPool, Wait, layout,
-    open_device,
+    DEPTH_AUTO, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoMode, Pages, Priority, Read, SlabPool, Wait,
+    layout, open_device,
 };
 
 type Error = Box<dyn std::error::Error>;
@@ -50,12 +50,14 @@ fn run(size: &Size, full: bool) -> Result<(), Error> {
     let mut scratch = Scratch::new(&dir)?;
     scratch.fill(size.file_bytes, &mut |_| true)?;
     let mut target = Target::open(&[scratch.path()], u64::MAX, size.slab_bytes, 8, Path::new("/"))?;
-    let arena = target.pool(millstream_io::Pages::Auto)?.report();
+    // As most machines have them: what is reserved is fio's.
+    let pages = Pages::Thp;
+    let arena = target.pool(pages)?.report();
     println!("{}", target.files(IoMode::Auto)?.access(FileId(0)));
     println!("slabs: {} MiB, {} MiB of them huge ({:?})", arena.bytes >> 20, arena.huge_bytes >> 20, arena.kind);
     let mode = IoMode::Auto;
-    let ring = Candidate { mode, ..Candidate::RING };
-    let threads = Candidate { mode, ..Candidate::THREADS };
+    let ring = Candidate { mode, pages, ..Candidate::RING };
+    let threads = Candidate { mode, pages, ..Candidate::THREADS };
 
     let parts = std::env::var("MILLSTREAM_BENCH_PARTS").unwrap_or_else(|_| "ring,threads,figures".to_owned());
     let asked = |name: &str| parts.split(',').any(|part| part == name);
