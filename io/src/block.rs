@@ -1,9 +1,136 @@
-//! The queue of the block device under a file, as sysfs states it.
+//! The block device under a file, what its queue allows, and what it has read. Everything is read below a root
+//! directory, so that a test can describe another machine; what cannot be read is unknown, never an error.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::str::FromStr;
 
 use crate::limits::PAGE_BYTES;
+
+/// A sector of the kernel's counters, whatever the drive's own is.
+const COUNTED_SECTOR_BYTES: u64 = 512;
+
+/// A block device and the limits of its queue.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockDevice {
+    /// Name, as in `/dev`.
+    pub name: String,
+    /// Of a partition, the name of its drive; else the same.
+    pub drive: String,
+    /// Number by which the kernel counts it.
+    pub major: u32,
+    /// See `major`.
+    pub minor: u32,
+    /// Largest request.
+    pub max_sectors_kb: Option<u64>,
+    /// Most memory pieces of a request: with 4 KiB pages, the limit of its size.
+    pub max_segments: Option<u64>,
+    /// Requests the queue holds.
+    pub nr_requests: Option<u64>,
+    /// What the page cache reads ahead.
+    pub read_ahead_kb: Option<u64>,
+    /// The scheduler in use.
+    pub scheduler: Option<String>,
+    /// Whether it is a spinning disk, or says so.
+    pub rotational: Option<bool>,
+    /// Whether completions can be polled for.
+    pub io_poll: Option<bool>,
+    /// Devices under a mapped one.
+    pub under: Vec<String>,
+    counts: bool,
+}
+
+/// What a device has read since the machine started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DiskCounters {
+    /// Requests completed.
+    pub requests: u64,
+    /// Requests merged into others before they were served.
+    pub merges: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+impl BlockDevice {
+    /// The device that holds `path`; `None` where there is none, as for memory and network file systems.
+    pub fn holding(path: &Path, root: &Path) -> Option<BlockDevice> {
+        let holder = std::fs::metadata(path).ok()?.dev();
+        if let Some(device) = BlockDevice::numbered(libc::major(holder), libc::minor(holder), root) {
+            return Some(device);
+        }
+        // File systems that span devices have a number of their own; the mount names one of them.
+        let mounts = std::fs::read_to_string(root.join("proc/self/mountinfo")).ok()?;
+        let source = mount_source(&mounts, libc::major(holder), libc::minor(holder))?;
+        let number = std::fs::metadata(root.join(source.strip_prefix('/')?)).ok()?.rdev();
+        BlockDevice::numbered(libc::major(number), libc::minor(number), root)
+    }
+
+    /// The device with these numbers.
+    pub fn numbered(major: u32, minor: u32, root: &Path) -> Option<BlockDevice> {
+        BlockDevice::listed(&root.join("sys/dev/block"), major, minor)
+    }
+
+    /// The device with these numbers in `dev_block`, which links numbers to devices.
+    fn listed(dev_block: &Path, major: u32, minor: u32) -> Option<BlockDevice> {
+        let dir = std::fs::canonicalize(dev_block.join(format!("{major}:{minor}"))).ok()?;
+        let name = |dir: &Path| Some(dir.file_name()?.to_string_lossy().into_owned());
+        // A partition has the queue of its drive.
+        let drive = [dir.as_path(), dir.parent()?].into_iter().find(|dir| dir.join("queue").is_dir());
+        let queue = drive.map(|drive| drive.join("queue"));
+        let text = |file: &str| -> Option<String> {
+            Some(std::fs::read_to_string(queue.as_ref()?.join(file)).ok()?.trim().to_owned())
+        };
+        let number = |file: &str| text(file)?.parse::<u64>().ok();
+        let mut under: Vec<String> = std::fs::read_dir(dir.join("slaves"))
+            .map(|entries| entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
+            .unwrap_or_default();
+        under.sort();
+        Some(BlockDevice {
+            name: name(&dir)?,
+            drive: name(drive.unwrap_or(&dir))?,
+            major,
+            minor,
+            max_sectors_kb: number("max_sectors_kb"),
+            max_segments: number("max_segments"),
+            nr_requests: number("nr_requests"),
+            read_ahead_kb: number("read_ahead_kb"),
+            scheduler: text("scheduler").map(|line| chosen(&line)),
+            rotational: number("rotational").map(|flag| flag != 0),
+            io_poll: number("io_poll").map(|flag| flag != 0),
+            under,
+            counts: number("iostats") != Some(0),
+        })
+    }
+
+    /// What bounds its requests; `None` where any of it is unknown.
+    pub fn queue(&self) -> Option<BlockQueue> {
+        let number = |value: Option<u64>| value.and_then(|value| u32::try_from(value).ok());
+        Some(BlockQueue {
+            name: self.drive.clone(),
+            nr_requests: number(self.nr_requests)?,
+            max_sectors_kb: number(self.max_sectors_kb)?,
+            max_segments: number(self.max_segments)?,
+        })
+    }
+
+    /// What it has read so far; `None` where it does not count.
+    pub fn counters(&self, root: &Path) -> Option<DiskCounters> {
+        if !self.counts {
+            return None;
+        }
+        parse_diskstats(&std::fs::read_to_string(root.join("proc/diskstats")).ok()?, self.major, self.minor)
+    }
+}
+
+impl DiskCounters {
+    /// What was read since `earlier`.
+    pub fn since(self, earlier: DiskCounters) -> DiskCounters {
+        DiskCounters {
+            requests: self.requests.saturating_sub(earlier.requests),
+            merges: self.merges.saturating_sub(earlier.merges),
+            bytes: self.bytes.saturating_sub(earlier.bytes),
+        }
+    }
+}
 
 /// What bounds the requests of a block device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,16 +149,7 @@ impl BlockQueue {
     /// The queue of the device with this number, under `dev_block` (`/sys/dev/block`); a partition has its disk's.
     /// `None` where there is none, as for tmpfs, overlays and network file systems.
     pub(crate) fn of_device(dev_block: &Path, device: u64) -> Option<BlockQueue> {
-        let entry = dev_block.join(format!("{}:{}", libc::major(device), libc::minor(device)));
-        let entry = std::fs::canonicalize(entry).ok()?;
-        let disk = if entry.join("queue").is_dir() { entry.as_path() } else { entry.parent()? };
-        let queue = disk.join("queue");
-        Some(BlockQueue {
-            name: disk.file_name()?.to_str()?.to_owned(),
-            nr_requests: number(&queue.join("nr_requests"))?,
-            max_sectors_kb: number(&queue.join("max_sectors_kb"))?,
-            max_segments: number(&queue.join("max_segments"))?,
-        })
+        BlockDevice::listed(dev_block, libc::major(device), libc::minor(device))?.queue()
     }
 
     /// Bytes one request of the device moves at most, to memory on 2 MiB pages or on scattered ordinary ones.
@@ -43,28 +161,134 @@ impl BlockQueue {
     }
 }
 
-fn number<T: FromStr>(path: &Path) -> Option<T> {
-    std::fs::read_to_string(path).ok()?.trim().parse().ok()
+/// The line of a device in `/proc/diskstats`.
+pub fn parse_diskstats(text: &str, major: u32, minor: u32) -> Option<DiskCounters> {
+    text.lines().find_map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let number = |index: usize| words.get(index)?.parse::<u64>().ok();
+        if (number(0)?, number(1)?) != (u64::from(major), u64::from(minor)) {
+            return None;
+        }
+        let bytes = number(5)?.checked_mul(COUNTED_SECTOR_BYTES)?;
+        Some(DiskCounters { requests: number(3)?, merges: number(4)?, bytes })
+    })
+}
+
+/// The scheduler in brackets, or the only one.
+fn chosen(line: &str) -> String {
+    let inside = line.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(name, _)| name);
+    inside.unwrap_or(line).to_owned()
+}
+
+/// Source of the mount with these numbers, where it is a device's path.
+fn mount_source(mountinfo: &str, major: u32, minor: u32) -> Option<String> {
+    let number = format!("{major}:{minor}");
+    mountinfo.lines().find_map(|line| {
+        let (front, back) = line.split_once(" - ")?;
+        let source = back.split(' ').nth(1)?;
+        (front.split(' ').nth(2)? == number && source.starts_with("/dev/")).then(|| source.to_owned())
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs::{create_dir_all, write};
-    use std::os::unix::fs::symlink;
+
+    const DISKSTATS: &str = "   7       0 loop0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0\n 254       0 vda 2042694 226621 1703825154 8778469 248417 126275 164336120 \
+                             728212 1 450856 9600609 164580 817 114821712 85540 21073 8386\n 259       1 nvme0n1p1 11 2 48 1 0 0 0 0 0 0 0\n\
+                             259 2 broken 1\n8 0 sda x 0 0 0\n";
 
     #[test]
-    fn a_partition_has_the_queue_of_its_disk_and_an_unknown_device_none() {
+    fn the_counters_of_one_device_are_read() {
+        let vda = parse_diskstats(DISKSTATS, 254, 0).unwrap();
+        assert_eq!(vda, DiskCounters { requests: 2_042_694, merges: 226_621, bytes: 1_703_825_154 * 512 });
+        // Kernels before 4.18 have fewer columns; those read here are the first.
+        let old = parse_diskstats(DISKSTATS, 259, 1).unwrap();
+        assert_eq!(old, DiskCounters { requests: 11, merges: 2, bytes: 24_576 });
+        for (major, minor) in [(259, 2), (8, 0), (1, 1)] {
+            assert_eq!(parse_diskstats(DISKSTATS, major, minor), None);
+        }
+        assert_eq!(parse_diskstats("", 0, 0), None);
+        let later = DiskCounters { requests: 10, merges: 3, bytes: 8192 };
+        let earlier = DiskCounters { requests: 4, merges: 1, bytes: 4096 };
+        assert_eq!(later.since(earlier), DiskCounters { requests: 6, merges: 2, bytes: 4096 });
+        assert_eq!(earlier.since(later), DiskCounters::default(), "counters that went back are no progress");
+    }
+
+    fn write(root: &Path, name: &str, text: &str) {
+        let path = root.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    }
+
+    #[test]
+    fn a_partition_has_the_queue_of_its_drive() {
+        let root = tempfile::tempdir().unwrap();
+        let drive = "sys/devices/pci/nvme0n1";
+        for (name, text) in [
+            ("max_sectors_kb", "128\n"),
+            ("max_segments", "127\n"),
+            ("nr_requests", "1023\n"),
+            ("read_ahead_kb", "128\n"),
+            ("scheduler", "mq-deadline kyber [none]\n"),
+            ("rotational", "0\n"),
+            ("io_poll", "1\n"),
+            ("iostats", "1\n"),
+        ] {
+            write(root.path(), &format!("{drive}/queue/{name}"), text);
+        }
+        std::fs::create_dir_all(root.path().join(drive).join("nvme0n1p1")).unwrap();
+        std::fs::create_dir_all(root.path().join("sys/dev/block")).unwrap();
+        let link = root.path().join("sys/dev/block/259:1");
+        std::os::unix::fs::symlink("../../devices/pci/nvme0n1/nvme0n1p1", link).unwrap();
+        write(root.path(), "proc/diskstats", DISKSTATS);
+
+        let device = BlockDevice::numbered(259, 1, root.path()).unwrap();
+        assert_eq!(device.name, "nvme0n1p1");
+        assert_eq!(
+            (device.max_sectors_kb, device.max_segments, device.nr_requests),
+            (Some(128), Some(127), Some(1023))
+        );
+        assert_eq!(
+            (device.scheduler.as_deref(), device.rotational, device.io_poll),
+            (Some("none"), Some(false), Some(true))
+        );
+        assert_eq!(device.counters(root.path()).unwrap().bytes, 24_576);
+        // A drive that does not count must not look like one that moved nothing.
+        write(root.path(), &format!("{drive}/queue/iostats"), "0\n");
+        assert_eq!(BlockDevice::numbered(259, 1, root.path()).unwrap().counters(root.path()), None);
+        assert_eq!(BlockDevice::numbered(1, 1, root.path()), None);
+    }
+
+    #[test]
+    fn a_queue_that_hides_its_limits_is_unknown() {
+        let root = tempfile::tempdir().unwrap();
+        write(root.path(), "sys/dev/block/8:0/queue/max_sectors_kb", "lots");
+        let device = BlockDevice::numbered(8, 0, root.path()).unwrap();
+        assert_eq!((device.max_sectors_kb, device.scheduler, device.rotational), (None, None, None));
+    }
+
+    #[test]
+    fn the_mount_names_the_device_of_a_file_system_with_a_number_of_its_own() {
+        let mounts = "22 1 0:30 /root / rw,relatime - btrfs /dev/nvme0n1p2 rw\n23 1 0:31 / /net rw - nfs host:/x rw\n";
+        assert_eq!(mount_source(mounts, 0, 30).as_deref(), Some("/dev/nvme0n1p2"));
+        assert_eq!(mount_source(mounts, 0, 31), None);
+        assert_eq!(chosen("none"), "none");
+        assert_eq!(chosen("[mq-deadline] none"), "mq-deadline");
+    }
+
+    #[test]
+    fn requests_of_a_partition_are_bound_by_its_drive_and_those_of_an_unknown_device_by_nothing() {
         let sys = tempfile::tempdir().unwrap();
         let (disk, dev_block) = (sys.path().join("devices/nvme9n1"), sys.path().join("dev/block"));
-        create_dir_all(disk.join("queue")).unwrap();
-        create_dir_all(disk.join("nvme9n1p2")).unwrap();
-        create_dir_all(&dev_block).unwrap();
+        std::fs::create_dir_all(disk.join("queue")).unwrap();
+        std::fs::create_dir_all(disk.join("nvme9n1p2")).unwrap();
+        std::fs::create_dir_all(&dev_block).unwrap();
         for (name, value) in [("nr_requests", "1023\n"), ("max_sectors_kb", "512\n"), ("max_segments", "127\n")] {
-            write(disk.join("queue").join(name), value).unwrap();
+            std::fs::write(disk.join("queue").join(name), value).unwrap();
         }
-        symlink(&disk, dev_block.join("259:0")).unwrap();
-        symlink(disk.join("nvme9n1p2"), dev_block.join("259:2")).unwrap();
+        std::os::unix::fs::symlink(&disk, dev_block.join("259:0")).unwrap();
+        std::os::unix::fs::symlink(disk.join("nvme9n1p2"), dev_block.join("259:2")).unwrap();
         let expected =
             BlockQueue { name: "nvme9n1".to_owned(), nr_requests: 1023, max_sectors_kb: 512, max_segments: 127 };
         for minor in [0, 2] {
@@ -74,7 +298,7 @@ mod tests {
         assert_eq!(BlockQueue::of_device(&dev_block, libc::makedev(0, 40)), None);
         // 127 pieces of 4 KiB are 508 KiB, less than the 512 the size allows.
         assert_eq!((expected.request_bytes(true), expected.request_bytes(false)), (512 << 10, 508 << 10));
-        write(disk.join("queue/nr_requests"), "many").unwrap();
+        std::fs::write(disk.join("queue/nr_requests"), "many").unwrap();
         assert_eq!(BlockQueue::of_device(&dev_block, libc::makedev(259, 0)), None);
     }
 }

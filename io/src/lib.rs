@@ -44,7 +44,7 @@ pub mod space;
 
 pub use access::{Access, IoMode};
 pub use arena::{Arena, ArenaReport, PageKind, Pages};
-pub use block::BlockQueue;
+pub use block::{BlockDevice, BlockQueue, DiskCounters};
 pub use device::sim::{SimConfig, SimFault, sim_device};
 pub use device::throttle::{ThrottleConfig, throttled};
 pub use device::{

@@ -4,8 +4,8 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::block::{BlockDevice, DiskCounters};
 use crate::error::{Errno, IoError};
-use crate::measure::disk::{BlockDevice, DiskCounters};
 use crate::measure::host;
 
 /// Files and the drive under them, looked at while something else reads.

@@ -2,9 +2,8 @@
 
 use std::fmt::Write as _;
 
-use millstream_io::measure::disk::BlockDevice;
 use millstream_io::measure::{Candidate, Sweep, Target};
-use millstream_io::{Access, FileId, IoMode, PageKind, Pages};
+use millstream_io::{Access, BlockDevice, FileId, IoMode, PageKind, Pages};
 
 use super::io_failure;
 use super::source::Source;
