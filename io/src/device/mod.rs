@@ -399,7 +399,7 @@ pub fn open_device(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> 
         DeviceKind::Mmap => map::open(cfg, files, pool),
         DeviceKind::Uring => ring::open(cfg, files, pool),
         DeviceKind::Auto if files.first_direct().is_none() => {
-            let why = "no file is read directly, and through the page cache reader threads are faster than io_uring; \
+            let why = "no file is read directly, and through the page cache io_uring is no faster than reader threads; \
                        --device uring overrides";
             threads::open(cfg, files, pool, Some(why.to_owned()))
         }
