@@ -82,6 +82,10 @@ pub const CHECKED_RUN_GAP_MAX: u64 = 64;
 pub const CHECK_SLAB_BYTES_MAX: usize = 8 << 20;
 /// Threads that hash. One is faster than one drive; several drives, or a slow processor, need more.
 pub const CHECK_WORKERS_MAX: usize = 4;
+/// Bytes of one step in a routing trace: every layer's choices and guesses for as many rows as a step may have.
+pub const MAX_TRACE_STEP_BYTES: usize = 1 << 28;
+/// Bytes of a routing trace that is read: a million tokens of the largest published model.
+pub const MAX_TRACE_BYTES: u64 = 1 << 30;
 
 const _: () = assert!(WAIT_STEP.as_nanos() < HUNG_AFTER.as_nanos());
 const _: () = assert!(MAX_EXPERTS <= u16::MAX as usize + 1);

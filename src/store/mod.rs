@@ -12,9 +12,11 @@
 mod checks;
 mod guesses;
 mod lru;
+pub mod policy;
 mod table;
 #[cfg(test)]
 mod tests;
+pub mod trace;
 mod watch;
 
 use std::collections::VecDeque;
@@ -209,6 +211,11 @@ impl ExpertStore {
     /// The pool, for its report.
     pub fn pool(&self) -> &SlabPool {
         &self.pool
+    }
+
+    /// Bytes of an expert, on average.
+    pub fn mean_expert_bytes(&self) -> u64 {
+        self.table.total_useful_bytes() / (self.table.experts() as u64).max(1)
     }
 
     /// Slabs that hold an expert. With the pool's free ones they are all slabs, unless a request is being served.

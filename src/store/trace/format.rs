@@ -1,0 +1,301 @@
+//! A trace as a file.
+//!
+//! ```text
+//! "MSTRACE\x01"
+//! u64 fingerprint   u32 expert_bytes   u16 experts   u16 top_k   u16 layers   u16 layer, for each
+//! u64 XXH3 of everything before
+//! steps:  u32 bytes of the body
+//!         body: u16 rows   u8 flags (1: first of a sequence)
+//!               for each layer: u16 guessed   rows * top_k ids   rows * guessed ids
+//!         u32 XXH3 of the body, its low half
+//! ```
+//! All numbers are little-endian. An id is one byte where there are at most 256 experts, else two. A step is written
+//! whole, so that a file cut short holds whole steps and a rest that is left out.
+
+use thiserror::Error;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::{Choice, Header, Trace};
+use crate::limits::{MAX_EXPERTS, MAX_LAYERS, MAX_ROWS, MAX_TOP_K, MAX_TRACE_STEP_BYTES};
+
+/// The last byte counts changes of the format.
+const MAGIC: [u8; 8] = *b"MSTRACE\x01";
+const FLAG_BEGINS: u8 = 1;
+
+/// Bytes that hold no trace.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum TraceError {
+    /// They begin like something else.
+    #[error("it is not a routing trace")]
+    Foreign,
+    /// They begin like a trace of another program version.
+    #[error("it is a routing trace of format {0}; this program reads format {known}", known = MAGIC[7])]
+    Version(u8),
+    /// The header is cut short, fails its checksum, or describes no model.
+    #[error("its header is damaged")]
+    Header,
+}
+
+/// A trace that was read, and what had to be left out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decoded {
+    /// Every whole step.
+    pub trace: Trace,
+    /// Why steps are missing at the end.
+    pub note: Option<String>,
+}
+
+impl Trace {
+    /// The trace as the bytes of a file.
+    pub fn encode(&self) -> Vec<u8> {
+        let Header { fingerprint, layers, experts, top_k, expert_bytes } = &self.header;
+        let mut out = MAGIC.to_vec();
+        out.extend(fingerprint.to_le_bytes());
+        out.extend(expert_bytes.to_le_bytes());
+        for number in [*experts, *top_k, layers.len() as u16].iter().chain(layers) {
+            out.extend(number.to_le_bytes());
+        }
+        out.extend(xxh3_64(&out).to_le_bytes());
+        let mut body = Vec::new();
+        for step in 0..self.steps() {
+            body.clear();
+            let rows = self.rows(step);
+            body.extend((rows as u16).to_le_bytes());
+            body.push(if self.begins(step) { FLAG_BEGINS } else { 0 });
+            for layer in 0..layers.len() {
+                let Choice { ids, guess } = self.choice(step, layer);
+                body.extend(((guess.len() / rows) as u16).to_le_bytes());
+                ids.iter().chain(guess).for_each(|&id| put_id(&mut body, *experts, id));
+            }
+            out.extend((body.len() as u32).to_le_bytes());
+            out.extend_from_slice(&body);
+            out.extend((xxh3_64(&body) as u32).to_le_bytes());
+        }
+        out
+    }
+
+    /// Reads what [`Trace::encode`] wrote. Damage after the header costs the steps from there on.
+    pub fn decode(bytes: &[u8]) -> Result<Decoded, TraceError> {
+        let mut input = Input { bytes, at: 0 };
+        let mut trace = Trace::new(header(&mut input)?);
+        let mut note = None;
+        while input.at < bytes.len() {
+            let before = input.at;
+            let body = whole_body(&mut input);
+            if body.and_then(|body| step(&mut trace, body)).is_none() {
+                note = Some(format!(
+                    "damaged or cut short at byte {before} of {}: the {} steps before are used",
+                    bytes.len(),
+                    trace.steps()
+                ));
+                break;
+            }
+        }
+        Ok(Decoded { trace, note })
+    }
+}
+
+fn put_id(out: &mut Vec<u8>, experts: u16, id: u16) {
+    let bytes = id.to_le_bytes();
+    out.extend_from_slice(if is_narrow(experts) { &bytes[..1] } else { &bytes });
+}
+
+fn is_narrow(experts: u16) -> bool {
+    experts <= 256
+}
+
+struct Input<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Input<'a> {
+    fn take(&mut self, count: usize) -> Option<&'a [u8]> {
+        let taken = self.bytes.get(self.at..)?.get(..count)?;
+        self.at += count;
+        Some(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.take(N)?.try_into().ok()
+    }
+
+    fn u16(&mut self) -> Option<u16> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+}
+
+fn header(input: &mut Input) -> Result<Header, TraceError> {
+    let magic: [u8; 8] = input.array().ok_or(TraceError::Foreign)?;
+    if magic[..7] != MAGIC[..7] {
+        return Err(TraceError::Foreign);
+    }
+    if magic != MAGIC {
+        return Err(TraceError::Version(magic[7]));
+    }
+    let read = |input: &mut Input| {
+        let (fingerprint, expert_bytes) = (input.u64()?, input.u32()?);
+        let (experts, top_k, layers) = (input.u16()?, input.u16()?, input.u16()?);
+        let layers = (0..layers).map(|_| input.u16()).collect::<Option<Vec<u16>>>()?;
+        let end = input.at;
+        (input.u64()? == xxh3_64(&input.bytes[..end])).then_some(Header {
+            fingerprint,
+            layers,
+            experts,
+            top_k,
+            expert_bytes,
+        })
+    };
+    read(input).filter(Header::is_sound).ok_or(TraceError::Header)
+}
+
+/// The body of the next step, where it is whole and its checksum is right.
+fn whole_body<'a>(input: &mut Input<'a>) -> Option<&'a [u8]> {
+    let len = input.u32().map(|len| len as usize).filter(|&len| len <= MAX_TRACE_STEP_BYTES)?;
+    let body = input.take(len)?;
+    (input.u32()? == xxh3_64(body) as u32).then_some(body)
+}
+
+/// Adds the step of `body`, or nothing where it is not one.
+fn step(trace: &mut Trace, body: &[u8]) -> Option<()> {
+    let (layers, top_k) = (trace.header.layers.len(), usize::from(trace.header.top_k));
+    let mut input = Input { bytes: body, at: 0 };
+    let rows = usize::from(input.u16()?);
+    let [flags] = input.array()?;
+    if !(1..=MAX_ROWS).contains(&rows) || flags & !FLAG_BEGINS != 0 {
+        return None;
+    }
+    // Ids of a layer one after another, the choices before the guesses.
+    let (mut ids, mut guess_lens) = (Vec::new(), Vec::with_capacity(layers));
+    for _ in 0..layers {
+        let guess_len = usize::from(input.u16()?) * rows;
+        guess_lens.push(guess_len);
+        for _ in 0..rows * top_k + guess_len {
+            let id = if is_narrow(trace.header.experts) { input.array().map(|[id]| id.into()) } else { input.u16() };
+            ids.push(id.filter(|&id| id < trace.header.experts)?);
+        }
+    }
+    let most_guessed = usize::from(trace.header.experts) * rows;
+    if input.at != body.len() || guess_lens.iter().any(|&len| len > most_guessed) {
+        return None;
+    }
+    let mut rest = &ids[..];
+    let choices = guess_lens.iter().map(|&guess_len| {
+        let (layer, later) = rest.split_at(rows * top_k + guess_len);
+        rest = later;
+        let (ids, guess) = layer.split_at(rows * top_k);
+        Choice { ids, guess }
+    });
+    trace.push(rows, flags & FLAG_BEGINS != 0, choices);
+    Some(())
+}
+
+const _: () = assert!(MAX_TRACE_STEP_BYTES >= 3 + MAX_LAYERS * (2 + MAX_ROWS * MAX_TOP_K * 2));
+const _: () = assert!(MAX_TRACE_STEP_BYTES < u32::MAX as usize && MAX_EXPERTS <= u16::MAX as usize);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn traces() -> impl Strategy<Value = Trace> {
+        let header = (any::<u64>(), 1..4u16, prop::sample::select(vec![4u16, 256, 300]), 1..4u16);
+        (header, prop::collection::vec((1..4usize, any::<bool>(), 0..4usize, any::<u64>()), 0..6)).prop_map(
+            |((fingerprint, layers, experts, top_k), steps)| {
+                let layers = (0..layers).map(|layer| 2 * layer + 1).collect();
+                let mut trace = Trace::new(Header { fingerprint, layers, experts, top_k, expert_bytes: 9 });
+                for (rows, begins, guessed, seed) in steps {
+                    let some = |count: usize, salt: u64| -> Vec<u16> {
+                        (0..count as u64)
+                            .map(|i| (xxh3_64(&(seed ^ salt, i).0.to_le_bytes()) + i) as u16 % experts)
+                            .collect()
+                    };
+                    let data: Vec<_> = (0..trace.header.layers.len() as u64)
+                        .map(|layer| (some(rows * usize::from(top_k), layer), some(rows * guessed, layer + 99)))
+                        .collect();
+                    trace.push(rows, begins, data.iter().map(|(ids, guess)| Choice { ids, guess }));
+                }
+                trace
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(trace in traces()) {
+            prop_assert_eq!(Trace::decode(&trace.encode()), Ok(Decoded { trace, note: None }));
+        }
+
+        #[test]
+        fn a_file_cut_short_keeps_its_whole_steps(trace in traces(), cut in any::<prop::sample::Index>()) {
+            let bytes = trace.encode();
+            let cut = cut.index(bytes.len());
+            if let Ok(Decoded { trace: short, note }) = Trace::decode(&bytes[..cut]) {
+                let again = short.encode();
+                prop_assert_eq!(&again[..], &bytes[..again.len()]);
+                prop_assert_eq!(note.is_none(), again.len() == cut);
+            }
+        }
+
+        #[test]
+        fn a_changed_byte_is_found(trace in traces(), at in any::<prop::sample::Index>(), flip in 1u8..) {
+            let mut bytes = trace.encode();
+            let at = at.index(bytes.len());
+            bytes[at] ^= flip;
+            if let Ok(Decoded { trace: read, note }) = Trace::decode(&bytes) {
+                prop_assert!(read.steps() < trace.steps() && note.is_some());
+            }
+        }
+
+        #[test]
+        fn no_bytes_are_too_strange(mut bytes in prop::collection::vec(any::<u8>(), 0..200), is_trace in any::<bool>()) {
+            if is_trace && bytes.len() >= 8 {
+                bytes[..8].copy_from_slice(&MAGIC);
+            }
+            let _ = Trace::decode(&bytes);
+        }
+    }
+
+    #[test]
+    fn a_step_that_lies_about_itself_is_left_out() {
+        let header = Header { fingerprint: 0, layers: vec![0], experts: 4, top_k: 1, expert_bytes: 1 };
+        let head = Trace::new(header).encode();
+        // No rows, too many rows, an unknown flag, an id too large, a guess that is not there, a byte too many.
+        let bodies: [&[u8]; 6] = [
+            &[0, 0, 0, 0, 0],
+            &[255, 255, 0, 0, 0, 1],
+            &[1, 0, 2, 0, 0, 1],
+            &[1, 0, 0, 0, 0, 4],
+            &[1, 0, 0, 3, 0, 1],
+            &[1, 0, 0, 0, 0, 1, 1],
+        ];
+        let framed = |body: &[u8]| {
+            [&head, &(body.len() as u32).to_le_bytes()[..], body, &(xxh3_64(body) as u32).to_le_bytes()].concat()
+        };
+        for body in bodies {
+            let read = Trace::decode(&framed(body)).unwrap();
+            assert!(read.trace.steps() == 0 && read.note.is_some(), "{body:?}");
+        }
+        let read = Trace::decode(&framed(&[1, 0, 1, 2, 0, 1, 2, 3])).unwrap();
+        assert_eq!((read.trace.choice(0, 0), read.note), (Choice { ids: &[1], guess: &[2, 3] }, None));
+        let longer = [&framed(&[1, 0, 1, 0, 0, 1])[..], &[255; 4]].concat();
+        assert!(Trace::decode(&longer).unwrap().note.unwrap().contains("the 1 steps before"));
+    }
+
+    #[test]
+    fn another_version_and_another_file_are_told_apart() {
+        let error = |bytes: &[u8]| Trace::decode(bytes).unwrap_err();
+        assert_eq!(error(b"MSTRACE\x02........"), TraceError::Version(2));
+        assert_eq!(error(b"{\"a\": 1}....."), TraceError::Foreign);
+        assert_eq!(error(b"MSTRACE\x01...."), TraceError::Header);
+        assert_eq!(error(b""), TraceError::Foreign);
+    }
+}

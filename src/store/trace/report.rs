@@ -1,0 +1,272 @@
+//! What is in traces: how uneven the choice of experts is, how soon it repeats, and how well it can be guessed.
+
+use super::Trace;
+
+/// Reuse distances are told apart by powers of two up to this many.
+const DISTANCES: usize = 24;
+
+/// One routed layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerReport {
+    /// Model layer.
+    pub layer: u16,
+    /// Selections of each expert.
+    pub selections: Vec<u64>,
+    /// How uneven they are: 0 where all are alike, nearly 1 where one takes all.
+    pub gini: f64,
+    /// Bits that say which expert a selection was; as many as the experts' number takes where all are alike.
+    pub entropy_bits: f64,
+    /// Share of the hottest quarter of the experts.
+    pub hottest_quarter: f64,
+    /// Of what a token chose, the share that the token before chose too; none where no token has one before it.
+    pub previous_recall: Option<f64>,
+    /// Of what a token chose, the share that was guessed; none where nothing was.
+    pub guess_recall: Option<f64>,
+    /// Of what was guessed, the share that was chosen.
+    pub guess_precision: Option<f64>,
+}
+
+/// What is in traces of one model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// Each routed layer.
+    pub layers: Vec<LayerReport>,
+    /// Requests whose expert was asked for before, with as many different ones in between: place `i` counts those below
+    /// `2^i` and not below half of that. A cache that evicts by recency serves them when it holds as many.
+    pub reuse: Vec<u64>,
+    /// Requests for an expert that was never asked for before.
+    pub first_uses: u64,
+}
+
+impl Report {
+    /// Looks at `traces`, which must be of one model, at least one of them.
+    pub fn of(traces: &[&Trace]) -> Report {
+        let header = traces[0].header();
+        let layers = (0..header.layers.len()).map(|layer| layer_report(traces, layer)).collect();
+        let (reuse, first_uses) = reuse_distances(traces);
+        Report { layers, reuse, first_uses }
+    }
+}
+
+/// A share: how many of how many.
+#[derive(Clone, Copy, Default)]
+struct Share {
+    of: u64,
+    count: u64,
+}
+
+impl Share {
+    /// Counts the members of `these` that are in `those`.
+    fn add(&mut self, these: &[u16], those: &[u16]) {
+        self.of += these.len() as u64;
+        self.count += these.iter().filter(|id| those.contains(id)).count() as u64;
+    }
+
+    fn get(self) -> Option<f64> {
+        (self.of > 0).then(|| self.count as f64 / self.of as f64)
+    }
+}
+
+fn layer_report(traces: &[&Trace], layer: usize) -> LayerReport {
+    let header = traces[0].header();
+    let top_k = usize::from(header.top_k);
+    let mut selections = vec![0u64; header.experts.into()];
+    let (mut previous, mut recall, mut precision) = (Share::default(), Share::default(), Share::default());
+    for trace in traces {
+        let mut before: &[u16] = &[];
+        for step in 0..trace.steps() {
+            if trace.begins(step) {
+                before = &[];
+            }
+            let choice = trace.choice(step, layer);
+            let per_row = choice.guess.len() / trace.rows(step);
+            for (row, ids) in choice.ids.chunks_exact(top_k).enumerate() {
+                ids.iter().for_each(|&id| selections[usize::from(id)] += 1);
+                if !before.is_empty() {
+                    previous.add(ids, before);
+                }
+                before = ids;
+                if per_row > 0 {
+                    let guess = &choice.guess[row * per_row..][..per_row];
+                    recall.add(ids, guess);
+                    precision.add(guess, ids);
+                }
+            }
+        }
+    }
+    let mut sorted = selections.clone();
+    sorted.sort_unstable();
+    LayerReport {
+        layer: header.layers[layer],
+        gini: gini(&sorted),
+        entropy_bits: entropy_bits(&sorted),
+        hottest_quarter: hottest_quarter(&sorted),
+        selections,
+        previous_recall: previous.get(),
+        guess_recall: recall.get(),
+        guess_precision: precision.get(),
+    }
+}
+
+/// Of counts in ascending order.
+fn gini(sorted: &[u64]) -> f64 {
+    let total: u64 = sorted.iter().sum();
+    let n = sorted.len() as f64;
+    let weighted: f64 = sorted.iter().enumerate().map(|(i, &count)| (i + 1) as f64 * count as f64).sum();
+    if total == 0 { 0.0 } else { 2.0 * weighted / (n * total as f64) - (n + 1.0) / n }
+}
+
+fn entropy_bits(counts: &[u64]) -> f64 {
+    let total: u64 = counts.iter().sum();
+    let bits = |&count: &u64| {
+        let share = count as f64 / total as f64;
+        -share * share.log2()
+    };
+    counts.iter().filter(|count| **count > 0).map(bits).sum()
+}
+
+fn hottest_quarter(sorted: &[u64]) -> f64 {
+    let total: u64 = sorted.iter().sum();
+    let hottest: u64 = sorted.iter().rev().take(sorted.len().div_ceil(4)).sum();
+    hottest as f64 / total.max(1) as f64
+}
+
+/// Distances by powers of two, and first uses. Experts of one layer and step count once.
+fn reuse_distances(traces: &[&Trace]) -> (Vec<u64>, u64) {
+    let header = traces[0].header();
+    let experts = usize::from(header.experts);
+    let mut uses: Vec<usize> = Vec::new();
+    for trace in traces {
+        for step in 0..trace.steps() {
+            for layer in 0..header.layers.len() {
+                let mut ids = trace.choice(step, layer).ids.to_vec();
+                ids.sort_unstable();
+                ids.dedup();
+                uses.extend(ids.iter().map(|&id| layer * experts + usize::from(id)));
+            }
+        }
+    }
+    let (mut reuse, mut first_uses) = (vec![0u64; DISTANCES], 0);
+    let mut last_use: Vec<Option<usize>> = vec![None; header.keys()];
+    // A mark stands at the last use of each expert so far: those after an expert's own are the experts in between.
+    let mut marks = Marks::new(uses.len());
+    for (now, &key) in uses.iter().enumerate() {
+        match last_use[key].replace(now) {
+            None => first_uses += 1,
+            Some(before) => {
+                marks.add(before, -1);
+                let between = marks.before(now) - marks.before(before);
+                let place = (u64::BITS - (between as u64).leading_zeros()) as usize;
+                reuse[place.min(DISTANCES - 1)] += 1;
+            }
+        }
+        marks.add(now, 1);
+    }
+    let len = reuse.iter().rposition(|&count| count > 0).map_or(0, |last| last + 1);
+    reuse.truncate(len);
+    (reuse, first_uses)
+}
+
+/// Sums over beginnings of a row of numbers that change one at a time (a Fenwick tree).
+struct Marks {
+    sums: Vec<i64>,
+}
+
+impl Marks {
+    fn new(len: usize) -> Marks {
+        Marks { sums: vec![0; len + 1] }
+    }
+
+    fn add(&mut self, at: usize, change: i64) {
+        let mut node = at + 1;
+        while node < self.sums.len() {
+            self.sums[node] += change;
+            node += node & node.wrapping_neg();
+        }
+    }
+
+    /// Sum of the numbers before `at`.
+    fn before(&self, at: usize) -> i64 {
+        let (mut node, mut sum) = (at, 0);
+        while node > 0 {
+            sum += self.sums[node];
+            node &= node - 1;
+        }
+        sum
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::trace::{Choice, Header};
+
+    fn trace(steps: &[[&[u16]; 2]], guesses: &[&[u16]]) -> Trace {
+        let header = Header { fingerprint: 0, layers: vec![1, 2], experts: 4, top_k: 2, expert_bytes: 1 };
+        let mut trace = Trace::new(header);
+        for (number, [first, second]) in steps.iter().enumerate() {
+            let guess = guesses.get(number).copied().unwrap_or_default();
+            let rows = first.len() / 2;
+            trace.push(rows, number == 0, [Choice { ids: first, guess: &[] }, Choice { ids: second, guess }]);
+        }
+        trace
+    }
+
+    #[test]
+    fn selections_skew_and_recall_of_a_small_trace() {
+        let trace = trace(&[[&[0, 1, 0, 2], &[0, 1, 0, 1]], [&[0, 1], &[0, 1]]], &[&[0, 3, 0, 1], &[2, 3]]);
+        let report = Report::of(&[&trace]);
+        let [first, second] = &report.layers[..] else { panic!("two layers") };
+        assert_eq!((first.layer, &first.selections[..]), (1, &[3, 2, 1, 0][..]));
+        // Sorted 0, 1, 2, 3: 2 * (0 + 2 + 6 + 12) / (4 * 6) - 5 / 4.
+        assert!((first.gini - (40.0 / 24.0 - 1.25)).abs() < 1e-12);
+        assert!((first.entropy_bits - 1.459_147_917).abs() < 1e-6);
+        assert_eq!(first.hottest_quarter, 0.5);
+        // {0,2} after {0,1} and {0,1} after {0,2}: one of two each time.
+        assert_eq!((first.previous_recall, first.guess_recall), (Some(0.5), None));
+        // {0,1} guessed {0,3}: 1; {0,1} guessed {0,1}: 2; {0,1} guessed {2,3}: 0.
+        assert_eq!((second.guess_recall, second.guess_precision), (Some(0.5), Some(0.5)));
+        assert_eq!(second.entropy_bits, 1.0);
+    }
+
+    #[test]
+    fn a_sequence_has_no_token_before_its_first() {
+        let mut two = trace(&[[&[0, 1], &[0, 1]]], &[]);
+        two.append(&trace(&[[&[0, 1], &[0, 1]]], &[]));
+        assert_eq!(Report::of(&[&two]).layers[0].previous_recall, None);
+    }
+
+    #[test]
+    fn reuse_distance_counts_the_different_experts_in_between() {
+        // Layer 1 uses 0 and 1, layer 2 uses 0 and 1 (other experts), then layer 1 again: between the two uses of layer
+        // 1's expert 0 lie its expert 1 and two of layer 2; the same for expert 1, whose neighbour 0 was used again.
+        let trace = trace(&[[&[0, 1], &[0, 1]], [&[0, 1], &[2, 3]]], &[]);
+        let report = Report::of(&[&trace]);
+        assert_eq!((report.reuse, report.first_uses), (vec![0, 0, 2], 6));
+    }
+
+    #[test]
+    fn distances_are_those_of_a_list_that_is_searched() {
+        let steps: Vec<[Vec<u16>; 2]> = (0..60u16).map(|n| [vec![n * 7 % 3, 3], vec![n % 3, 3]]).collect();
+        let steps: Vec<[&[u16]; 2]> = steps.iter().map(|[a, b]| [&a[..], &b[..]]).collect();
+        let trace = trace(&steps, &[]);
+        let mut stack: Vec<u16> = vec![];
+        let (mut expected, mut first_uses) = (vec![0u64; 8], 0);
+        for [a, b] in &steps {
+            for key in a.iter().copied().chain(b.iter().map(|id| id + 4)) {
+                match stack.iter().rev().position(|&other| other == key) {
+                    None => first_uses += 1,
+                    Some(between) => {
+                        let place = (0..8).find(|&place| between < 1 << place).unwrap();
+                        expected[place] += 1;
+                        stack.retain(|&other| other != key);
+                    }
+                }
+                stack.push(key);
+            }
+        }
+        let report = Report::of(&[&trace]);
+        expected.truncate(report.reuse.len());
+        assert_eq!((report.reuse, report.first_uses), (expected, first_uses));
+    }
+}
