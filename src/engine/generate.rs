@@ -66,13 +66,24 @@ impl Engine {
         cancel: &AtomicBool,
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
     ) -> Result<Outcome, EngineError> {
+        self.generate_observed(job, cancel, on_token, &mut |_, _, _| ())
+    }
+
+    /// As [`Engine::generate`], showing `observe` the router's choice in every routed layer of every step, in order.
+    pub fn generate_observed(
+        &mut self,
+        job: &Job,
+        cancel: &AtomicBool,
+        on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
+        observe: &mut Observe,
+    ) -> Result<Outcome, EngineError> {
         self.check(job)?;
         self.begin(job.prompt.len());
         // The longest answer is known here, so that no token has to make room for the next.
         let mut ids = Vec::with_capacity(job.max_tokens.min(self.context()));
-        let result = self.prefill(&job.prompt, cancel).and_then(|()| {
+        let result = self.prefill(&job.prompt, cancel, observe).and_then(|()| {
             self.times.prefill = Some(self.meter.wall());
-            self.decode(job, cancel, on_token, &mut ids)
+            self.decode(job, cancel, on_token, observe, &mut ids)
         });
         self.experts.store.drop_guesses();
         self.meter.lap(Stage::Other);
@@ -98,14 +109,25 @@ impl Engine {
         let (form, cancel) = (self.prompt_form, &AtomicBool::new(false));
         let mut scores = Vec::with_capacity(tokens.len() * self.model.arch.vocab);
         for chunk in tokens.chunks(self.prefill_rows) {
-            let Engine { model, experts, kv, state, meter, .. } = self;
-            let mut experts = Observed { inner: experts, observe: &mut |layer, ids, gates| observe(layer, ids, gates) };
-            let step = Step { tokens: chunk, form, logits: Logits::All, cancel };
-            forward::step(model, &mut experts, kv, state, meter, &step)?;
+            self.observed_step(&Step { tokens: chunk, form, logits: Logits::All, cancel }, observe)?;
             scores.extend_from_slice(self.state.logits());
         }
         self.experts.store.drop_guesses();
         Ok(scores)
+    }
+
+    /// Shows `observe` what the router chooses for `tokens`, from an empty context, as it would if each were decoded.
+    pub fn route(&mut self, tokens: &[u32], cancel: &AtomicBool, observe: &mut Observe) -> Result<Finish, EngineError> {
+        self.check_ids(tokens)?;
+        self.begin(tokens.len());
+        for chunk in tokens.chunks(self.prefill_rows) {
+            let step = Step { tokens: chunk, form: self.decode_form, logits: Logits::None, cancel };
+            match self.observed_step(&step, observe) {
+                Err(EngineError::Forward(ForwardError::Cancelled)) => return Ok(Finish::Interrupted),
+                other => other?,
+            }
+        }
+        Ok(Finish::Length)
     }
 
     /// Logits of the MTP layer's first draft at every position t of `tokens` but the last (`[tokens - 1, vocab]`): its
@@ -134,11 +156,11 @@ impl Engine {
         Ok(scores)
     }
 
-    fn prefill(&mut self, prompt: &[u32], cancel: &AtomicBool) -> Result<(), EngineError> {
+    fn prefill(&mut self, prompt: &[u32], cancel: &AtomicBool, observe: &mut Observe) -> Result<(), EngineError> {
         let (form, chunks) = (self.prompt_form, prompt.len().div_ceil(self.prefill_rows));
         for (i, tokens) in prompt.chunks(self.prefill_rows).enumerate() {
             let logits = if i + 1 == chunks { Logits::Last } else { Logits::None };
-            self.step(&Step { tokens, form, logits, cancel })?;
+            self.observed_step(&Step { tokens, form, logits, cancel }, observe)?;
         }
         Ok(())
     }
@@ -148,6 +170,7 @@ impl Engine {
         job: &Job,
         cancel: &AtomicBool,
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
+        observe: &mut Observe,
         ids: &mut Vec<u32>,
     ) -> Result<Finish, EngineError> {
         while ids.len() < job.max_tokens {
@@ -169,15 +192,21 @@ impl Engine {
             if ids.len() == job.max_tokens || position == self.context() {
                 break;
             }
-            self.step(&Step { tokens: &[id], form: self.decode_form, logits: Logits::Last, cancel })?;
+            let step = Step { tokens: &[id], form: self.decode_form, logits: Logits::Last, cancel };
+            self.observed_step(&step, observe)?;
             self.times.decode_steps += 1;
         }
         Ok(Finish::Length)
     }
 
     fn step(&mut self, step: &Step) -> Result<(), EngineError> {
+        self.observed_step(step, &mut |_, _, _| ())
+    }
+
+    fn observed_step(&mut self, step: &Step, observe: &mut Observe) -> Result<(), EngineError> {
         let Engine { model, experts, kv, state, meter, .. } = self;
-        Ok(forward::step(model, experts, kv, state, meter, step)?)
+        let mut experts = Observed { inner: experts, observe: &mut |layer, ids, gates| observe(layer, ids, gates) };
+        Ok(forward::step(model, &mut experts, kv, state, meter, step)?)
     }
 
     fn begin(&mut self, prompt_tokens: usize) {

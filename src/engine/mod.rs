@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 
 use millstream_io::{Device, DeviceConfig, DeviceStats, DriveStats, FileSet, SlabPool, open_device, settle};
 
-use crate::checkpoint::arch::Arch;
+use crate::checkpoint::arch::{Arch, MlpKind};
 use crate::checkpoint::{Checkpoint, mirror};
+pub use crate::forward::Observe;
 use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, shape_of};
 use crate::kernels::{Kernels, Team};
 use crate::meter::Meter;
@@ -24,7 +25,7 @@ pub use crate::ops::Activations;
 use crate::ops::Compute;
 use crate::ops::room::Room;
 use crate::ops::rope::Rope;
-use crate::store::{ExpertStore, ExpertTable};
+use crate::store::{ExpertStore, ExpertTable, trace};
 pub use crate::store::{Hung, Notice, Verify, Watch};
 use budget::{Budget, Demand};
 pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory, Switch};
@@ -50,6 +51,8 @@ pub struct Engine {
     budget: Budget,
     notes: Vec<String>,
     files: Arc<FileSet>,
+    /// What a routing trace of this model is of.
+    traced: trace::Header,
     load: Duration,
     times: Times,
     /// Counters of the device when the last generation began.
@@ -101,6 +104,7 @@ impl Engine {
         }
 
         let opened_in = checkpoint.took();
+        let traced = traced(&checkpoint, &store);
         let arch = checkpoint.arch;
         let team = Team::new(config.threads);
         let compute = Compute { kernels: p.kernels, team, activations: config.activations };
@@ -119,6 +123,7 @@ impl Engine {
             budget: p.budget,
             notes,
             files: p.files,
+            traced,
             load: opened_in + started.elapsed(),
             times: Times::default(),
             device_before,
@@ -159,6 +164,11 @@ impl Engine {
         &self.experts.store
     }
 
+    /// What a routing trace of this model is of.
+    pub fn traced(&self) -> &trace::Header {
+        &self.traced
+    }
+
     /// How memory was divided.
     pub fn budget(&self) -> &Budget {
         &self.budget
@@ -167,6 +177,18 @@ impl Engine {
     /// Warnings that came up while running, such as a file that turned out not to allow direct reads.
     pub fn warnings(&self) -> Vec<String> {
         self.files.warnings()
+    }
+}
+
+fn traced(checkpoint: &Checkpoint, store: &ExpertStore) -> trace::Header {
+    let Arch { layers, moe, .. } = &checkpoint.arch;
+    let routed = layers.iter().enumerate().filter(|(_, layer)| layer.mlp == MlpKind::Sparse);
+    trace::Header {
+        fingerprint: checkpoint.fingerprint(),
+        layers: routed.map(|(layer, _)| layer as u16).collect(),
+        experts: moe.experts as u16,
+        top_k: moe.top_k as u16,
+        expert_bytes: store.mean_expert_bytes() as u32,
     }
 }
 
