@@ -44,10 +44,12 @@ pub enum Command {
     Tune(TuneArgs),
     /// Writes a model of true shapes with drawn weights, for measuring one that is not at hand.
     Synth(SynthArgs),
+    /// Which experts the router chooses: recorded, replayed over cache policies, drawn.
+    Trace(super::trace::TraceArgs),
 }
 
 /// Flags of `run`.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
   millstream run -p \"Tell me a story about a fox.\"

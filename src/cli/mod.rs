@@ -17,6 +17,7 @@ pub mod render;
 mod run;
 pub mod size;
 mod synth;
+mod trace;
 mod tune;
 mod tuning;
 
@@ -124,6 +125,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::BenchIo(bench_args) => bench_io::bench_io(bench_args, &machine),
         args::Command::Tune(tune_args) => tune::tune(tune_args, &machine),
         args::Command::Synth(synth_args) => synth::synth(synth_args),
+        args::Command::Trace(trace_args) => trace::trace(trace_args, &machine),
     };
     match result {
         Ok(Done::Whole) => ExitCode::SUCCESS,

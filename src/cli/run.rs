@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::checkpoint::{Arch, Checkpoint};
 use crate::engine::stats::Stats;
 use crate::engine::stop::StopMatcher;
-use crate::engine::{Engine, EngineError, Finish, Job, Notice, Outcome, Watch};
+use crate::engine::{Engine, EngineError, Finish, Job, Notice, Observe, Outcome, Watch};
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
+use crate::store::trace::Recorder;
 
 use super::args::RunArgs;
 use super::config::{self, ModelChoice, RunConfig};
@@ -20,25 +21,23 @@ use super::{Done, Failure, bundled, interrupt, notes, prompt, render, size, tuni
 
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
+    run_observed(args, machine, None)
+}
+
+/// As [`run`]; what the router chooses goes into `recorded`.
+pub fn run_recorded(args: &RunArgs, machine: &Machine, recorded: &mut Option<Recorder>) -> Result<Done, Failure> {
+    run_observed(args, machine, Some(recorded))
+}
+
+fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<Recorder>>) -> Result<Done, Failure> {
     let mut config = config::decide(args, machine)?;
     config.check_memory(machine)?;
     let text = prompt::read_prompt(args)?;
     let typed_ids = if args.ids { Some(prompt::parse_ids(&text)?) } else { None };
     if let Some(path) = &args.stats_json {
-        check_writable(path)?;
+        check_writable(path, "statistics")?;
     }
-    let checkpoint = match &config.model {
-        ModelChoice::Dir(dir) => bundled::open(dir)?,
-        ModelChoice::Bundled(source) => match bundled::container(source, machine, args.quiet)? {
-            Some(checkpoint) => checkpoint,
-            None => return Ok(Done::Interrupted),
-        },
-    };
-    if config.tuning
-        && let Some(line) = config.tune(tuning::find(machine, &checkpoint))
-    {
-        render::note(args.quiet, &line);
-    }
+    let Some(checkpoint) = open_checkpoint(args, &mut config, machine)? else { return Ok(Done::Interrupted) };
     let dir = checkpoint.dir.clone();
     let files = Files { dir: &dir, cached: matches!(config.model, ModelChoice::Bundled(_)) };
     let longest = checkpoint.arch.max_context;
@@ -67,7 +66,14 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
         Printer::new(show, std::io::stdout().lock(), tokenizer.as_ref(), &job.stop_ids, stops, max_tokens);
     let interrupted = interrupt::watch()?;
     engine.set_watch(watch_reads(interrupted.clone(), args.quiet));
-    let outcome = generate(&mut engine, &job, &interrupted, &mut printer, args.quiet);
+    let outcome = match recorded {
+        None => generate(&mut engine, &job, &interrupted, &mut printer, args.quiet, &mut |_, _, _| ()),
+        Some(recorded) => {
+            let recorder = recorded.insert(Recorder::new(engine.traced().clone()));
+            let mut observe = |layer, ids: &[u16], _: &[f32]| recorder.saw(layer, ids);
+            generate(&mut engine, &job, &interrupted, &mut printer, args.quiet, &mut observe)
+        }
+    };
     printer.finish();
     if let Some(error) = printer.failed() {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
@@ -92,8 +98,27 @@ pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
     Ok(if outcome.finish == Finish::Interrupted { Done::Interrupted } else { Done::Whole })
 }
 
+/// Opens the model that `config` chose, and takes what was measured for it; none when its conversion was interrupted.
+pub fn open_checkpoint(
+    args: &RunArgs,
+    config: &mut RunConfig,
+    machine: &Machine,
+) -> Result<Option<Checkpoint>, Failure> {
+    let checkpoint = match &config.model {
+        ModelChoice::Dir(dir) => Some(bundled::open(dir)?),
+        ModelChoice::Bundled(source) => bundled::container(source, machine, args.quiet)?,
+    };
+    if let Some(checkpoint) = &checkpoint
+        && config.tuning
+        && let Some(line) = config.tune(tuning::find(machine, checkpoint))
+    {
+        render::note(args.quiet, &line);
+    }
+    Ok(checkpoint)
+}
+
 /// Opens the engine and says what is worth knowing about it.
-fn open(
+pub fn open(
     args: &RunArgs,
     config: &RunConfig,
     machine: &Machine,
@@ -148,13 +173,14 @@ fn generate<W: Write>(
     interrupted: &AtomicBool,
     printer: &mut Printer<'_, W>,
     quiet: bool,
+    observe: &mut Observe,
 ) -> Result<Outcome, EngineError> {
     let mut waiting = Some(render::Waiting::begin("reading the prompt", quiet));
     let mut on_token = |id| {
         waiting = None;
         printer.token(id)
     };
-    engine.generate(job, interrupted, &mut on_token)
+    engine.generate_observed(job, interrupted, &mut on_token, observe)
 }
 
 /// Says that a drive hangs, and gives up once `interrupted` is raised.
@@ -182,7 +208,8 @@ fn leave(engine: Engine, quiet: bool) {
     std::mem::forget(engine);
 }
 
-fn engine_failure(error: EngineError) -> Failure {
+/// A failure of the engine: of what was asked for, where that is at fault.
+pub fn engine_failure(error: EngineError) -> Failure {
     use EngineError::{Context, EmptyPrompt, NoIndexer, NoIsa, PromptTooLong, Sampling, TokenOutOfRange};
     let mut failure = Failure::of(&error);
     if matches!(&error, EngineError::Mirror(e) if e.is_choice())
@@ -275,8 +302,8 @@ fn report(args: &RunArgs, stats: &Stats, config: &RunConfig) -> Result<(), Failu
     Ok(())
 }
 
-/// A file that cannot be written is better known before minutes of work than after.
-fn check_writable(path: &Path) -> Result<(), Failure> {
+/// A file that cannot be written is better known before minutes of work than after. `what` goes into it.
+pub fn check_writable(path: &Path, what: &str) -> Result<(), Failure> {
     let existed = path.exists();
     let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
     match opened {
@@ -286,6 +313,6 @@ fn check_writable(path: &Path) -> Result<(), Failure> {
             Ok(())
         }
         Ok(_) => Ok(()),
-        Err(e) => Err(Failure::usage(format!("cannot write the statistics to {}", path.display())).cause(e)),
+        Err(e) => Err(Failure::usage(format!("cannot write the {what} to {}", path.display())).cause(e)),
     }
 }

@@ -1,0 +1,89 @@
+//! `trace record`: a generation, or the model led along a text, and what its router chose.
+
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+
+use crate::engine::Finish;
+use crate::model::tokenizer::TokenizerError;
+use crate::store::trace::{Recorder, Trace};
+
+use super::write;
+use crate::cli::args::RunArgs;
+use crate::cli::machine::Machine;
+use crate::cli::run;
+use crate::cli::{Done, Failure, config, interrupt, prompt, render, size};
+
+/// Tokens of a sequence when a text is recorded and no context is asked for.
+const TEXT_CONTEXT: usize = 1024;
+
+/// Flags of `trace record`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  millstream trace record fox.trace -p \"Tell me a story about a fox.\" -n 300
+  millstream trace record tales.trace --text -f heldout.txt
+
+Every flag of `run` is one of this command, and means the same. What was recorded when it is interrupted is written.")]
+pub struct RecordArgs {
+    /// Where the trace goes
+    #[arg(value_name = "OUT")]
+    out: PathBuf,
+    /// Record what the router chooses for the prompt's own tokens, as if each had been generated, and generate nothing. A
+    /// text longer than the context (-c, 1024 when not given) is cut into sequences
+    #[arg(long, conflicts_with_all = ["system", "max_tokens", "stop", "json", "stats_json"])]
+    text: bool,
+    #[command(flatten)]
+    run: RunArgs,
+}
+
+/// Records.
+pub fn record(args: &RecordArgs, machine: &Machine) -> Result<Done, Failure> {
+    run::check_writable(&args.out, "trace")?;
+    let mut recorded = None;
+    let done = if args.text {
+        record_text(args, machine, &mut recorded)
+    } else {
+        run::run_recorded(&args.run, machine, &mut recorded)
+    }?;
+    let Some(trace) = recorded.map(Recorder::finish) else { return Ok(done) };
+    write(&args.out, &trace)?;
+    render::note(args.run.quiet, &wrote(args, &trace));
+    Ok(done)
+}
+
+fn wrote(args: &RecordArgs, trace: &Trace) -> String {
+    let (tokens, steps) = (size::grouped(trace.tokens()), size::grouped(trace.steps() as u64));
+    format!("recorded {tokens} tokens in {steps} steps to {}", args.out.display())
+}
+
+fn record_text(args: &RecordArgs, machine: &Machine, recorded: &mut Option<Recorder>) -> Result<Done, Failure> {
+    // The text itself: a chat template would add tokens to it.
+    let run_args = RunArgs { raw: !args.run.ids, ..args.run.clone() };
+    let mut settings = config::decide(&run_args, machine)?;
+    settings.check_memory(machine)?;
+    let text = prompt::read_prompt(&run_args)?;
+    let Some(checkpoint) = run::open_checkpoint(&run_args, &mut settings, machine)? else {
+        return Ok(Done::Interrupted);
+    };
+    let (dir, arch) = (checkpoint.dir.clone(), &checkpoint.arch);
+    let ids = match prompt::open_tokenizer(&dir, arch, run_args.ids)? {
+        _ if run_args.ids => prompt::check_ids(prompt::parse_ids(&text)?, arch)?,
+        Some(tokenizer) => prompt::encode(&run_args, &dir, &tokenizer, &text)?,
+        None => return Err(prompt::tokenizer_failure(&TokenizerError::Missing { dir })),
+    };
+    let context = run_args.ctx_size.unwrap_or(TEXT_CONTEXT).min(arch.max_context);
+    let mut engine = run::open(&run_args, &settings, machine, checkpoint, context).map_err(run::engine_failure)?;
+    let interrupted = interrupt::watch()?;
+    let mut progress = render::Progress::new(run_args.quiet);
+    let recorder = recorded.insert(Recorder::new(engine.traced().clone()));
+    for (done, window) in ids.chunks(context).enumerate() {
+        progress.show(|| format!("recording: {} of {} tokens", done * context, ids.len()));
+        recorder.begin(true);
+        let routed = engine.route(window, &interrupted, &mut |layer, ids, _| recorder.saw(layer, ids));
+        if routed.map_err(run::engine_failure)? == Finish::Interrupted {
+            break;
+        }
+    }
+    progress.end();
+    Ok(if interrupted.load(Ordering::Relaxed) { Done::Interrupted } else { Done::Whole })
+}

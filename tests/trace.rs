@@ -1,0 +1,228 @@
+//! `trace` as whole commands: what is recorded is what the router chose, and what is said about it is so.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
+
+use millstream::checkpoint::Checkpoint;
+use millstream::engine::{Engine, EngineConfig, Memory};
+use millstream::store::trace::{Trace, TraceError};
+use serde_json::Value;
+use tempfile::TempDir;
+
+fn tales() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")
+}
+
+fn trace(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+    let settings = std::env::vars_os().map(|(name, _)| name).filter(|n| n.to_string_lossy().starts_with("MILLSTREAM_"));
+    settings.for_each(|name| {
+        command.env_remove(name);
+    });
+    static HOME: OnceLock<TempDir> = OnceLock::new();
+    let home = HOME.get_or_init(|| tempfile::tempdir().unwrap()).path();
+    for name in ["HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "TMPDIR"] {
+        command.env(name, home);
+    }
+    command.arg("trace").args(arguments).stdin(Stdio::null()).output().unwrap()
+}
+
+fn stdout(output: &Output) -> &str {
+    std::str::from_utf8(&output.stdout).unwrap()
+}
+
+fn stderr(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).unwrap()
+}
+
+#[track_caller]
+fn done(output: Output) -> Output {
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    output
+}
+
+#[track_caller]
+fn refused(output: &Output, code: i32, words: &[&str]) {
+    assert_eq!(output.status.code(), Some(code), "{}", stderr(output));
+    assert_eq!(stdout(output), "");
+    for word in words {
+        assert!(stderr(output).contains(word), "no {word:?} in: {}", stderr(output));
+    }
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn path(dir: &TempDir, name: &str) -> String {
+    dir.path().join(name).to_str().unwrap().to_owned()
+}
+
+fn read(path: &str) -> Trace {
+    let decoded = Trace::decode(&std::fs::read(path).unwrap()).unwrap();
+    assert_eq!(decoded.note, None);
+    decoded.trace
+}
+
+/// What the router chooses for `ids`, by layer: `[ids, top_k]`.
+fn chosen(ids: &[u32]) -> Vec<Vec<u16>> {
+    let config = EngineConfig { memory: Memory::Slabs(200), context: Some(64), ..EngineConfig::new(0) };
+    let mut engine = Engine::open(Checkpoint::open(&tales()).unwrap(), &config).unwrap();
+    let mut layers = vec![];
+    engine.score_observed(ids, &mut |_, ids, _| layers.push(ids.to_vec())).unwrap();
+    layers
+}
+
+#[test]
+fn a_recorded_generation_is_what_the_router_chose() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = path(&dir, "fox.trace");
+    let model = tales();
+    let flags =
+        ["-m", model.to_str().unwrap(), "--ids", "--ignore-eos", "--temp", "0", "-n", "6", "-p", "17 4 256 99 1023"];
+    let output = done(trace(&[&["record", &out][..], &flags].concat()));
+    let answer: Vec<u32> = stdout(&output).split_whitespace().map(|id| id.parse().unwrap()).collect();
+    assert_eq!(answer.len(), 6);
+    let trace = read(&out);
+    assert_eq!(trace.header().fingerprint, Checkpoint::open(&model).unwrap().fingerprint());
+    assert_eq!((&trace.header().layers[..], trace.header().experts), (&[1, 2, 3, 4, 5][..], 32));
+    // The prompt in one step, then one for each token that went back into the model: all but the last.
+    assert_eq!((0..trace.steps()).map(|step| trace.rows(step)).collect::<Vec<_>>(), [5, 1, 1, 1, 1, 1]);
+    assert_eq!((0..6).map(|step| trace.begins(step)).collect::<Vec<_>>(), [true, false, false, false, false, false]);
+    let tokens = [&[17, 4, 256, 99, 1023], &answer[..5]].concat();
+    for (layer, expected) in chosen(&tokens).iter().enumerate() {
+        let recorded: Vec<u16> = (0..6).flat_map(|step| trace.choice(step, layer).ids.to_vec()).collect();
+        assert_eq!(&recorded, expected, "layer {layer}");
+    }
+}
+
+#[test]
+fn a_recorded_text_is_a_step_a_token_and_a_sequence_a_context() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = path(&dir, "text.trace");
+    let model = tales();
+    let flags = ["-m", model.to_str().unwrap(), "--text", "--ids", "-c", "4", "-p", "17 4 256 99 1023 5"];
+    done(trace(&[&["record", &out][..], &flags].concat()));
+    let trace = read(&out);
+    assert_eq!((trace.steps(), trace.tokens()), (6, 6));
+    assert_eq!((0..6).filter(|&step| trace.begins(step)).collect::<Vec<_>>(), [0, 4]);
+    let expected = [chosen(&[17, 4, 256, 99]), chosen(&[1023, 5])];
+    for layer in 0..5 {
+        let recorded: Vec<u16> = (0..6).flat_map(|step| trace.choice(step, layer).ids.to_vec()).collect();
+        assert_eq!(recorded, [&expected[0][layer][..], &expected[1][layer]].concat());
+    }
+}
+
+#[test]
+fn a_cache_of_everything_misses_first_uses_only() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = path(&dir, "made-up.trace");
+    let synth =
+        ["synth", &file, "--layers", "3", "--experts", "16", "--top-k", "2", "--tokens", "100", "--skew", "1.5"];
+    done(trace(&synth));
+    let made = read(&file);
+    let (mut different, mut asked) = (BTreeSet::new(), 0);
+    for step in 0..made.steps() {
+        for layer in 0..3 {
+            let ids: BTreeSet<u16> = made.choice(step, layer).ids.iter().copied().collect();
+            asked += ids.len();
+            different.extend(ids.into_iter().map(|id| (layer, id)));
+        }
+    }
+    assert_eq!(asked, 600, "two different experts of three layers, a hundred times");
+    let simulated = json(&done(trace(&["simulate", &file, "--budgets", "25%,100%", "--disk", "2", "--json"])));
+    assert_eq!(simulated["working_set"], different.len());
+    let expected = 1.0 - different.len() as f64 / 600.0;
+    for policy in ["lru", "2q", "arc", "s3-fifo", "lfru", "lookahead", "belady"] {
+        let rates = simulated["policies"][policy].as_array().unwrap();
+        assert!((rates[1].as_f64().unwrap() - expected).abs() < 1e-6, "{policy}: {rates:?}");
+        assert!(rates[0].as_f64().unwrap() <= simulated["policies"]["belady"][0].as_f64().unwrap(), "{policy}");
+        // Experts of 18,915,328 bytes, missed so often in a hundred tokens, at 2 GB/s.
+        let seconds = different.len() as f64 / 100.0 * 18_915_328.0 / 2e9;
+        assert!((simulated["tok_s"][policy][1].as_f64().unwrap() * seconds - 1.0).abs() < 1e-5, "{policy}");
+    }
+    let again = trace(&["simulate", &file, &file, "--budgets", "100%", "--policies", "lru", "--json"]);
+    let twice = json(&done(again))["policies"]["lru"][0].as_f64().unwrap();
+    assert!((twice - (1.0 - different.len() as f64 / 1200.0)).abs() < 1e-6, "the second is replayed with a warm cache");
+}
+
+#[test]
+fn the_same_seed_makes_up_the_same_trace() {
+    let dir = tempfile::tempdir().unwrap();
+    let make = |name: &str, seed: &str| {
+        let file = path(&dir, name);
+        done(trace(&["synth", &file, "--tokens", "20", "--repeat", "0.5", "--topic", "7", "--seed", seed]));
+        std::fs::read(file).unwrap()
+    };
+    assert_eq!(make("a", "5"), make("b", "5"));
+    assert_ne!(make("a", "5"), make("b", "6"));
+}
+
+#[test]
+fn a_report_counts_what_is_in_the_trace() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, picture) = (path(&dir, "x.trace"), path(&dir, "heat.svg"));
+    done(trace(&["synth", &file, "--layers", "2", "--experts", "300", "--top-k", "3", "--tokens", "50"]));
+    let report = json(&done(trace(&["report", &file, "--json", "--svg", &picture])));
+    let layer = report["layers"][1]["selections"].as_array().unwrap();
+    assert_eq!((layer.len(), layer.iter().map(|n| n.as_u64().unwrap()).sum::<u64>()), (300, 150));
+    let svg = std::fs::read_to_string(picture).unwrap();
+    assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));
+    assert_eq!(svg.matches("h3.0v6.0").count() + svg.matches("h2.9v6.0").count(), 600, "a cell an expert");
+    let text = done(trace(&["report", &file]));
+    assert!(stdout(&text).contains("2 routed layers of 300 experts, 3 a token"), "{}", stdout(&text));
+}
+
+#[test]
+fn what_is_left_of_a_trace_is_used_and_what_is_none_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = path(&dir, "x.trace");
+    done(trace(&["synth", &file, "--layers", "2", "--tokens", "10"]));
+    let whole = std::fs::read(&file).unwrap();
+    std::fs::write(&file, &whole[..whole.len() - 1]).unwrap();
+    let output = done(trace(&["simulate", &file, "--policies", "lru"]));
+    assert!(stderr(&output).contains("cut short") && stderr(&output).contains("the 9 steps before are used"));
+    assert!(stdout(&output).contains("9 tokens in 9 steps"));
+
+    std::fs::write(&file, &whole[..37]).unwrap();
+    assert_eq!(Trace::decode(&whole[..37]), Err(TraceError::Header));
+    // A header of two layers takes 38 bytes; its checksum is cut.
+    refused(&trace(&["report", &file]), 1, &["cannot read the trace", "header is damaged", "hint"]);
+    std::fs::write(&file, "{}").unwrap();
+    refused(&trace(&["report", &file]), 1, &["not a routing trace"]);
+    refused(&trace(&["report", &path(&dir, "nowhere")]), 2, &["cannot read the trace", "No such file"]);
+    refused(&trace(&["report", dir.path().to_str().unwrap()]), 1, &["cannot read the trace", "directory"]);
+
+    let other = path(&dir, "other.trace");
+    std::fs::write(&file, &whole).unwrap();
+    done(trace(&["synth", &other, "--layers", "3", "--tokens", "10"]));
+    refused(&trace(&["simulate", &file, &other]), 2, &["different models", "2 routed layers", "3 routed layers"]);
+}
+
+#[test]
+fn what_cannot_be_asked_for_is_a_usage_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = path(&dir, "x.trace");
+    for bad in [
+        &["simulate"][..],
+        &["simulate", "x", "--budgets", "0%"],
+        &["simulate", "x", "--policies", "best"],
+        &["simulate", "x", "--disk", "0"],
+        &["simulate", "x", "--matmul", "5"],
+        &["synth", &file, "--layers", "0"],
+        &["synth", &file, "--top-k", "65"],
+        &["synth", &file, "--repeat", "2"],
+        &["synth", &file, "--skew", "nan"],
+        &["record"],
+        &["record", "/no/such/dir/x.trace", "-p", "a"],
+        &["record", &file, "--text", "--json", "-p", "a"],
+        &["replay", "x"],
+    ] {
+        let output = trace(bad);
+        assert_eq!(output.status.code(), Some(2), "{bad:?}: {}", stderr(&output));
+    }
+    assert!(!Path::new(&file).exists());
+}
