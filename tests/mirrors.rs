@@ -110,6 +110,58 @@ fn a_mirror_cut_short_under_the_run_costs_a_warning_and_not_a_bit() {
     }
 }
 
+/// Flips a bit in the last tenth of every shard that holds experts.
+fn damage(dir: &Path) {
+    for shard in shards(dir).iter().filter(|shard| shard.metadata().unwrap().len() > 3_000_000) {
+        let mut bytes = std::fs::read(shard).unwrap();
+        for at in (bytes.len() / 20..bytes.len()).step_by(40_000) {
+            bytes[at] ^= 4;
+        }
+        std::fs::write(shard, bytes).unwrap();
+    }
+}
+
+#[test]
+fn wrong_bytes_of_a_mirror_are_read_again_from_the_model() {
+    let expected = without();
+    for reader in readers() {
+        let dir = mirror(1);
+        damage(dir.path());
+        let config = EngineConfig { verify: Verify::All, ..with(&[&dir], reader) };
+        let mut engine = open(&config, reader).unwrap();
+        assert_same(&expected, &answer(&mut engine, &prompt(), TOKENS), &reader);
+        let warnings = engine.warnings();
+        assert!(warnings.len() == 1, "{reader:?}: {warnings:?}");
+        let path = dir.path().to_string_lossy();
+        let parts = [&*path, "have the checksum", "this mirror is not read any more"];
+        assert!(parts.iter().all(|part| warnings[0].contains(part)), "{reader:?}: {warnings:?}");
+    }
+}
+
+#[test]
+fn wrong_bytes_of_the_model_are_read_from_a_mirror() {
+    let expected = without();
+    // A model of its own, to be damaged; its mirror is the one that all tests share.
+    let own = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for file in std::fs::read_dir(ARITHMETIC.model.dir()).unwrap().map(|file| file.unwrap().path()) {
+        std::fs::copy(&file, own.path().join(file.file_name().unwrap())).unwrap();
+    }
+    damage(own.path());
+    for mirrored in [true, false] {
+        let mirrors = if mirrored { vec![ARITHMETIC.model.dir()] } else { vec![] };
+        let config = EngineConfig { mirrors, ..config(&ARITHMETIC, &Setup { slabs: 3, ..Setup::RESIDENT }) };
+        let mut engine = Engine::open(Checkpoint::open(own.path()).unwrap(), &config).unwrap();
+        if mirrored {
+            assert_same(&expected, &answer(&mut engine, &prompt(), TOKENS), &"damaged model");
+            let warnings = engine.warnings();
+            assert!(warnings.len() == 1 && warnings[0].contains("own directory is damaged"), "{warnings:?}");
+        } else {
+            let error = engines::greedy(&mut engine, &prompt(), TOKENS).unwrap_err();
+            assert!(error.to_string().contains("is damaged"), "{error}");
+        }
+    }
+}
+
 #[test]
 fn statistics_and_notes_name_the_drives() {
     let (whole, part) = (mirror(1), mirror(3));

@@ -246,6 +246,27 @@ impl FileSet {
         Err(error)
     }
 
+    /// As [`FileSet::read_exact_at`], from the copy on one drive and no other; `None` where that drive has none.
+    pub fn read_copy(&self, file: FileId, drive: usize, offset: u64, buf: &mut [u8]) -> Option<Result<(), IoError>> {
+        if self.checked_len(file).is_err() || drive >= self.drives.len() {
+            return None;
+        }
+        Some(self.read_entry(self.copy_on(file, drive)?, offset, buf))
+    }
+
+    /// The copy of a file on a drive gave other bytes than were written, and nobody can say what else there is wrong: a
+    /// mirror is not read any more at all, the file itself only where it has no other copy. `what` goes into the
+    /// warning. Panics for an id or a number that is not of this set.
+    pub fn distrust(&self, file: FileId, drive: usize, what: &str) {
+        let Some(copy) = self.copy_on(file, drive) else { return };
+        let on_drive = |entry: &&OpenFile| drive > 0 && entry.drive == drive;
+        for entry in self.files.iter().filter(on_drive).chain([self.entry(copy)]) {
+            entry.avoided.store(true, Ordering::Relaxed);
+        }
+        let result = if drive > 0 { "this mirror is not read any more" } else { DAMAGED };
+        self.warn_of_drive(drive, &format!("{}: {what}; {result}", self.path(copy).display()));
+    }
+
     fn read_entry(&self, file: FileId, offset: u64, buf: &mut [u8]) -> Result<(), IoError> {
         let entry = self.entry(file);
         let wanted = buf.len() as u64;
@@ -365,16 +386,15 @@ impl FileSet {
     pub(crate) fn avoid(&self, file: FileId, error: &IoError) {
         let entry = self.entry(file);
         entry.avoided.store(true, Ordering::Relaxed);
-        let drive = &self.drives[entry.drive];
-        if drive.warned.swap(true, Ordering::Relaxed) {
-            return;
+        let result = if entry.drive > 0 { "this mirror is not read any more where it failed" } else { DAMAGED };
+        self.warn_of_drive(entry.drive, &format!("{}: {error}; {result}", self.drive_dir(entry.drive).display()));
+    }
+
+    /// Keeps a line about a drive, the first.
+    fn warn_of_drive(&self, drive: usize, line: &str) {
+        if !self.drives[drive].warned.swap(true, Ordering::Relaxed) {
+            self.warnings.lock().unwrap_or_else(PoisonError::into_inner).push(line.to_owned());
         }
-        let what = match entry.drive {
-            0 => "the model's own directory is damaged, and a mirror is read in its place where it fails: repair it",
-            _ => "this mirror is not read any more where it failed",
-        };
-        let line = format!("{}: {error}; {what}", drive.dir.display());
-        self.warnings.lock().unwrap_or_else(PoisonError::into_inner).push(line);
     }
 
     /// Every descriptor reads may use: two a file, the one through the page cache and the direct one, -1 for none.
@@ -464,6 +484,10 @@ impl Identity {
         }
     }
 }
+
+/// What a failure on the first drive means.
+const DAMAGED: &str =
+    "the model's own directory is damaged, and a mirror is read in its place where it fails: repair it";
 
 /// Name of the disk under a file system with this device number.
 fn disk_name(device: u64) -> Option<String> {

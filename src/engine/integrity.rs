@@ -1,10 +1,11 @@
 //! What of a container is compared with its checksums, and when.
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use millstream_io::{FileSet, SlabPool};
+use millstream_io::{FileId, FileSet, SlabPool};
 
 use super::{EngineConfig, EngineError, OpenDevice, Verify};
 use crate::checkpoint::Checkpoint;
@@ -34,8 +35,7 @@ pub(super) fn prepare(
     let experts: HashMap<ExpertKey, &HashedRun> =
         manifest.runs.iter().filter_map(|run| Some((key(run)?, run))).collect();
     let expected = |key| experts.get(&key).map(|run| (run.span, run.hash));
-    let shards = checkpoint.tensors.paths().to_vec();
-    let (checks, unchecked) = Checks::new(table, config.verify, config.verify_seed, shards, expected);
+    let (checks, unchecked) = Checks::new(table, config.verify, config.verify_seed, files.clone(), expected);
     if config.verify != Verify::All {
         return Ok((checks, None));
     }
@@ -51,10 +51,14 @@ fn key(run: &HashedRun) -> Option<ExpertKey> {
     Some(ExpertKey { layer: u16::try_from(run.layer?).ok()?, expert: u16::try_from(run.expert?).ok()? })
 }
 
+/// Checks the model's own files, which is where resident weights are loaded from: a mirror must not vouch for them.
 fn check_resident(runs: &[HashedRun], files: &Arc<FileSet>, device: OpenDevice) -> Result<(), EngineError> {
     if runs.is_empty() {
         return Ok(());
     }
+    let paths: Vec<PathBuf> = (0..files.len() as u32).map(|file| files.path(FileId(file)).to_owned()).collect();
+    let own = if files.drives() > 1 { Arc::new(FileSet::open(&paths, files.mode())?) } else { files.clone() };
+    let files = &own;
     let pool: SlabPool = verify::pool_for(runs, files, SLABS)?;
     let mut device = device(files, &pool)?;
     let never = AtomicBool::new(false);

@@ -1,8 +1,9 @@
 //! Whether the bytes of an expert are those that were written: a table of expected hashes and a rule which reads to check.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
-use millstream_io::FileSpan;
+use millstream_io::{FileSet, FileSpan};
 use thiserror::Error;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
@@ -51,23 +52,23 @@ pub struct Checks {
     expected: Vec<Option<u64>>,
     /// Whether a read of the expert has come in and was not refused.
     seen: Vec<bool>,
-    shards: Vec<PathBuf>,
+    /// Where the experts are, for messages and to read a damaged one again.
+    files: Option<Arc<FileSet>>,
 }
 
 impl Checks {
     /// Checks of nothing.
     pub fn off() -> Checks {
-        Checks { verify: Verify::Off, seed: 0, expected: vec![], seen: vec![], shards: vec![] }
+        Checks { verify: Verify::Off, seed: 0, expected: vec![], seen: vec![], files: None }
     }
 
     /// Checks of the experts in `table` for which `expected` knows the span and the hash. `seed` decides the sample;
-    /// `shards` are the paths of the files, for messages. Also returns how many experts cannot be checked, having no
-    /// hash or another span.
+    /// `files` are those of the table. Also returns how many experts cannot be checked, having no hash or another span.
     pub fn new(
         table: &ExpertTable,
         verify: Verify,
         seed: u64,
-        shards: Vec<PathBuf>,
+        files: Arc<FileSet>,
         expected: impl Fn(ExpertKey) -> Option<(FileSpan, u64)>,
     ) -> (Checks, usize) {
         let hash = |key: ExpertKey| {
@@ -76,7 +77,7 @@ impl Checks {
         };
         let expected: Vec<Option<u64>> = table.keys().map(hash).collect();
         let unchecked = expected.iter().filter(|hash| hash.is_none()).count();
-        (Checks { verify, seed, seen: vec![false; expected.len()], expected, shards }, unchecked)
+        (Checks { verify, seed, seen: vec![false; expected.len()], expected, files: Some(files) }, unchecked)
     }
 
     /// Whether this read of `key` is to be checked.
@@ -89,17 +90,22 @@ impl Checks {
         }
     }
 
-    /// Compares the bytes that were read into `slab`. A refused expert stays unseen, so that it is refused again.
-    pub(super) fn check(&self, table: &ExpertTable, key: ExpertKey, slab: &[u8]) -> Result<(), Damaged> {
+    /// Compares the bytes that were read into `slab`; where they are wrong and there are mirrors, puts those of a copy
+    /// that is right in their place. A refused expert stays unseen, so that it is refused again.
+    pub(super) fn check(&self, table: &ExpertTable, key: ExpertKey, slab: &mut [u8]) -> Result<(), Damaged> {
         let (Some((span, place)), Some(expected)) = (table.whole(key), self.expected[table.index(key)]) else {
             return Ok(());
         };
-        let found = xxh3_64(&slab[place.at as usize..][..place.len as usize]);
+        let bytes = &mut slab[place.at as usize..][..place.len as usize];
+        let found = xxh3_64(bytes);
         if found == expected {
             return Ok(());
         }
-        let shard = self.shards.get(span.file.0 as usize).cloned().unwrap_or_default();
-        Err(Damaged { key, shard, span, expected, found })
+        let Some(files) = &self.files else { return Ok(()) };
+        if right_copy(files, span, expected, bytes) {
+            return Ok(());
+        }
+        Err(Damaged { key, shard: files.path(span.file).to_owned(), span, expected, found })
     }
 
     /// A read of `key` was taken in.
@@ -112,6 +118,30 @@ impl Checks {
     fn drawn(&self, index: usize) -> bool {
         xxh3_64_with_seed(&(index as u64).to_le_bytes(), self.seed).is_multiple_of(SAMPLE_ONE_IN)
     }
+}
+
+/// Looks for a copy of `span` that is right, and leaves its bytes in `bytes`. What was read may be of several drives, so
+/// each is asked alone: one that is wrong is not trusted any more. Slow, and as rare as damage.
+fn right_copy(files: &FileSet, span: FileSpan, expected: u64, bytes: &mut [u8]) -> bool {
+    let FileSpan { file, offset, len } = span;
+    let mut right = None;
+    // The model's own last: as a rule that is the right one, and its bytes then stay.
+    for drive in (0..files.drives()).rev().filter(|_| files.drives() > 1) {
+        match files.read_copy(file, drive, offset, bytes) {
+            Some(Ok(())) => match xxh3_64(bytes) {
+                found if found == expected => right = Some(drive),
+                found => {
+                    let what =
+                        format!("{len} bytes at {offset} have the checksum {found:016x}, expected {expected:016x}");
+                    files.distrust(file, drive, &what);
+                }
+            },
+            Some(Err(error)) => files.distrust(file, drive, &error.to_string()),
+            None => {}
+        }
+    }
+    let Some(drive) = right else { return false };
+    drive == 0 || (matches!(files.read_copy(file, drive, offset, bytes), Some(Ok(()))) && xxh3_64(bytes) == expected)
 }
 
 #[cfg(test)]

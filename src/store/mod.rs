@@ -446,7 +446,7 @@ impl ExpertStore {
             }
             Err(e) => return Err(self.died(e)),
         };
-        let Completion { tag, slab, result, bytes, service } = done;
+        let Completion { tag, mut slab, result, bytes, service } = done;
         let slot = tag as u32;
         let Content::InFlight { key, wanted } = self.slots[slot as usize] else {
             unreachable!("the device completed slot {slot}, which is not being read");
@@ -458,7 +458,8 @@ impl ExpertStore {
         self.stats.reads += 1;
         self.stats.bytes += bytes;
         self.stats.service += service;
-        let result = result.map_err(|source| StoreError::Read { key, source }).and_then(|()| self.checked(key, &slab));
+        let result =
+            result.map_err(|source| StoreError::Read { key, source }).and_then(|()| self.checked(key, &mut slab));
         match result {
             Ok(()) => {
                 self.stats.useful_bytes += self.table.useful_bytes(key);
@@ -482,10 +483,10 @@ impl ExpertStore {
     }
 
     /// Compares what was read with its hash, where this read is one to check.
-    fn checked(&mut self, key: ExpertKey, slab: &Slab) -> Result<(), StoreError> {
+    fn checked(&mut self, key: ExpertKey, slab: &mut Slab) -> Result<(), StoreError> {
         if self.checks.due(&self.table, key) {
             let began = Instant::now();
-            let outcome = self.checks.check(&self.table, key, slab.bytes());
+            let outcome = self.checks.check(&self.table, key, slab.bytes_mut());
             self.stats.checked += 1;
             self.stats.checking += began.elapsed();
             outcome?;

@@ -453,7 +453,7 @@ fn checks(fixture: &Fixture, store: &ExpertStore, verify: Verify, seed: u64) -> 
         let hash = xxhash_rust::xxh3::xxh3_64(&bytes[offset as usize..][..72]);
         Some((FileSpan { file: FileId(0), offset, len: 72 }, hash))
     };
-    let (checks, unchecked) = Checks::new(&store.table, verify, seed, vec![path], expected);
+    let (checks, unchecked) = Checks::new(&store.table, verify, seed, fixture.files.clone(), expected);
     assert_eq!(unchecked, 0);
     checks
 }
@@ -552,6 +552,6 @@ fn a_hash_of_other_bytes_than_the_expert_is_not_used() {
         let len = if key.expert == 0 { 71 } else { 72 };
         (key.expert != 1).then_some((FileSpan { file: FileId(0), offset, len }, 0))
     };
-    let (_, unchecked) = Checks::new(&store.table, Verify::All, 0, vec![], expected);
+    let (_, unchecked) = Checks::new(&store.table, Verify::All, 0, fixture.files.clone(), expected);
     assert_eq!(unchecked, 2 * LAYERS, "experts 0 and 1 of each layer");
 }

@@ -8,6 +8,7 @@
 use std::time::{Duration, Instant};
 
 use crate::device::{Completion, Device, DeviceReport, DeviceStats, Priority, Read, RejectReason, Rejected, Wait};
+use crate::drive::DriveStats;
 use crate::error::IoError;
 use crate::limits::{QUEUE_READS, QUEUE_READS_MAX, THROTTLE_SPIN};
 use crate::pool::Slab;
@@ -160,6 +161,10 @@ impl Device for Throttle {
         for entry in self.drive.promote(tag) {
             self.inner.promote(u64::from(entry));
         }
+    }
+
+    fn drives(&self) -> Vec<DriveStats> {
+        self.inner.drives()
     }
 
     fn stats(&self) -> DeviceStats {
