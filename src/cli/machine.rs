@@ -161,9 +161,9 @@ fn cgroup_room(root: &Path) -> Option<(u64, String)> {
             let mount_dir = root.join(mount.point.strip_prefix("/").unwrap_or(&mount.point));
             for group in inside.ancestors() {
                 let dir = mount_dir.join(group);
-                let Some(room) = files.room(&dir) else { continue };
+                let Some((room, limit)) = files.room(&dir) else { continue };
                 if least.as_ref().is_none_or(|(other, _)| room < *other) {
-                    let file = mount.point.join(group).join(files.limit);
+                    let file = mount.point.join(group).join(limit);
                     least = Some((room, format!("memory limit of the control group ({})", file.display())));
                 }
             }
@@ -175,34 +175,40 @@ fn cgroup_room(root: &Path) -> Option<(u64, String)> {
 /// Names of the files of a control group's memory, by version.
 struct GroupFiles {
     kind: &'static str,
-    limit: &'static str,
+    limits: &'static [&'static str],
     used: &'static str,
     inactive: &'static str,
 }
 
 const VERSION_1: GroupFiles = GroupFiles {
     kind: "cgroup",
-    limit: "memory.limit_in_bytes",
+    limits: &["memory.limit_in_bytes"],
     used: "memory.usage_in_bytes",
     inactive: "total_inactive_file",
 };
-const VERSION_2: GroupFiles =
-    GroupFiles { kind: "cgroup2", limit: "memory.max", used: "memory.current", inactive: "inactive_file" };
+/// Above `memory.high` nobody is killed, but everybody who allocates is made to wait.
+const VERSION_2: GroupFiles = GroupFiles {
+    kind: "cgroup2",
+    limits: &["memory.max", "memory.high"],
+    used: "memory.current",
+    inactive: "inactive_file",
+};
 
 impl GroupFiles {
     fn is_at(&self, mount: &Mount) -> bool {
         mount.kind == self.kind && (self.kind == "cgroup2" || mount.options.split(',').any(|option| option == "memory"))
     }
 
-    /// Bytes the group in `dir` may still use; `None` when it has no limit. Inactive file cache counts as free: the
-    /// kernel drops it before it refuses memory.
-    fn room(&self, dir: &Path) -> Option<u64> {
+    /// Bytes the group in `dir` may still use and the limit that says so; `None` when it has no limit. Inactive file
+    /// cache counts as free: the kernel drops it before it refuses memory.
+    fn room(&self, dir: &Path) -> Option<(u64, &'static str)> {
         let number = |name: &str| read(&dir.join(name)).trim().parse::<u64>().ok();
-        let limit = number(self.limit).filter(|limit| *limit < UNLIMITED)?;
+        let limits = self.limits.iter().filter_map(|&name| Some((number(name)?, name)));
+        let (limit, name) = limits.filter(|(limit, _)| *limit < UNLIMITED).min()?;
         let stat = read(&dir.join("memory.stat"));
         let inactive = stat.lines().find_map(|line| line.strip_prefix(self.inactive)?.trim().parse::<u64>().ok());
         let used = number(self.used).unwrap_or(0).saturating_sub(inactive.unwrap_or(0));
-        Some(limit.saturating_sub(used))
+        Some((limit.saturating_sub(used), name))
     }
 }
 
@@ -316,6 +322,34 @@ mod tests {
             ("sys/fs/cgroup/a/memory.current", "250000000\n"),
         ]);
         assert_eq!(memory.available, 750_000_000);
+    }
+
+    #[test]
+    fn a_version_2_group_is_not_filled_to_where_it_is_throttled() {
+        let memory = memory(&[
+            MOUNT_V2,
+            ("proc/self/cgroup", "0::/a/b\n"),
+            ("sys/fs/cgroup/a/b/memory.max", "900000000\n"),
+            ("sys/fs/cgroup/a/b/memory.high", "max\n"),
+            ("sys/fs/cgroup/a/memory.max", "max\n"),
+            ("sys/fs/cgroup/a/memory.high", "500000000\n"),
+            ("sys/fs/cgroup/a/memory.current", "100000000\n"),
+        ]);
+        assert_eq!(memory.available, 400_000_000);
+        assert_eq!(memory.source, "memory limit of the control group (/sys/fs/cgroup/a/memory.high)");
+    }
+
+    #[test]
+    fn a_group_that_is_over_its_limit_leaves_nothing() {
+        let memory = memory(&[
+            MOUNT_V1,
+            ("proc/self/cgroup", "4:memory:/docker/abc/inner\n"),
+            ("sys/fs/cgroup/memory/inner/memory.limit_in_bytes", "900000000\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "500000000\n"),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "500004096\n"),
+        ]);
+        assert_eq!((memory.available, memory.known, memory.limited), (0, true, true));
+        assert_eq!(memory.source, "memory limit of the control group (/sys/fs/cgroup/memory/memory.limit_in_bytes)");
     }
 
     #[test]
