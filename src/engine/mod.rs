@@ -12,7 +12,9 @@ pub mod stop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millstream_io::{Device, DeviceConfig, DeviceStats, DriveStats, FileSet, SlabPool, open_device, settle};
+use millstream_io::{
+    Access, Device, DeviceConfig, DeviceStats, DriveStats, FileId, FileSet, SlabPool, open_device, settle,
+};
 
 use crate::checkpoint::arch::{Arch, MlpKind};
 use crate::checkpoint::{Checkpoint, mirror};
@@ -244,6 +246,7 @@ impl Prepared {
             kv: KvCache::bytes(arch, context, sparse),
             reconstruction: (rebuilt * size_of::<f32>()) as u64,
             activations: room.bytes(),
+            buffered: cached_bytes(&files),
             slab: SlabPool::stride_bytes(table.slab_bytes()) as u64,
             experts: table.experts() as u64,
         };
@@ -297,11 +300,20 @@ fn forms_of(attention: AttentionForm, arch: &Arch) -> (Form, Form) {
     }
 }
 
+/// Bytes of the files whose pages stay in the page cache once they are read.
+fn cached_bytes(files: &FileSet) -> u64 {
+    let ids = (0..files.len() as u32).map(FileId);
+    let stays = |id: &FileId| {
+        matches!(files.access(*id), Access::Buffered { .. } | Access::SilentlyBuffered { .. } | Access::Mapped)
+    };
+    ids.filter(stays).map(|id| files.len_bytes(id)).sum()
+}
+
 fn divide(config: &EngineConfig, demand: &Demand) -> Result<Budget, EngineError> {
     let fixed = demand.resident + demand.kv + demand.reconstruction + demand.activations;
-    let ram = match config.memory {
-        Memory::Total(ram) => ram,
-        Memory::Slabs(slabs) => Some(fixed + demand.slab * slabs as u64),
+    let demand = match config.memory {
+        Memory::Total(ram) => Demand { ram, ..*demand },
+        Memory::Slabs(slabs) => Demand { ram: Some(fixed + demand.slab * slabs as u64), buffered: 0, ..*demand },
     };
-    Ok(Budget::divide(&Demand { ram, ..*demand })?)
+    Ok(Budget::divide(&demand)?)
 }
