@@ -30,7 +30,7 @@ use arch::IndexerKind;
 pub(crate) use config::stop_sources;
 use container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
 use error::{Result, is_there};
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -99,6 +99,12 @@ impl Checkpoint {
     /// Every tensor the model needs besides its routed experts, by the vendor's names.
     pub fn required(arch: &Arch) -> Vec<Required> {
         required::list(arch)
+    }
+
+    /// Shapes of all tensors but the routed experts by name, those that a checkpoint may lack too.
+    pub(crate) fn shapes(arch: &Arch) -> HashMap<String, Shape> {
+        let tensors = required::list(arch).into_iter().chain(required::mtp_optional(arch));
+        tensors.map(|tensor| (tensor.name, tensor.shape)).collect()
     }
 
     /// Lines worth printing once: parts that are off, files and tensors that are ignored.

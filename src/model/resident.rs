@@ -1,5 +1,6 @@
 //! The weights that stay in memory: everything but the routed experts.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,8 +8,8 @@ use millstream_io::{Arena, FileSet, FileSpan, IoError};
 use thiserror::Error;
 
 use crate::checkpoint::arch::{Arch, IndexerKind, LayerArch, MlpKind};
-use crate::checkpoint::{Checkpoint, CheckpointError, Dtype};
-use crate::kernels::{MatrixSpec, WeightRef};
+use crate::checkpoint::{Checkpoint, CheckpointError, MatrixSource, Shape};
+use crate::kernels::{Kernels, MatrixSpec, WeightRef};
 
 /// Why the resident weights could not be loaded.
 #[derive(Debug, Error)]
@@ -181,13 +182,14 @@ impl Plan {
     /// Places every resident matrix of `checkpoint`; vectors (norms, biases) are small and read here.
     pub fn new(checkpoint: &Checkpoint, files: Arc<FileSet>, with_mtp: bool) -> Result<Plan, ResidentError> {
         let arch = &checkpoint.arch;
-        let mut p = Placer { checkpoint, files: &files, pieces: vec![], bytes: 0 };
-        let embed = p.matrix("model.embed_tokens.weight", arch.vocab, arch.hidden)?;
+        let shapes = Checkpoint::shapes(arch);
+        let mut p = Placer { checkpoint, shapes, files: &files, pieces: vec![], bytes: 0 };
+        let embed = p.matrix("model.embed_tokens.weight")?;
         let head = match arch.tied_head {
             true => embed.clone(),
-            false => p.matrix("lm_head.weight", arch.vocab, arch.hidden)?,
+            false => p.matrix("lm_head.weight")?,
         };
-        let final_norm = p.vector("model.norm.weight", arch.hidden)?;
+        let final_norm = p.vector("model.norm.weight")?;
         let layers =
             arch.layers.iter().enumerate().map(|(i, kind)| p.layer(arch, i, *kind)).collect::<Result<_, _>>()?;
         let mtp = match arch.mtp.filter(|_| with_mtp) {
@@ -235,14 +237,16 @@ struct Piece {
 /// Gives each matrix its place in the arena.
 struct Placer<'a> {
     checkpoint: &'a Checkpoint,
+    /// Shapes of all tensors by name: only what is in the list of required tensors can be placed.
+    shapes: HashMap<String, Shape>,
     files: &'a FileSet,
     pieces: Vec<Piece>,
     bytes: usize,
 }
 
 impl Placer<'_> {
-    fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Matrix, ResidentError> {
-        let source = self.checkpoint.tensors.matrix(name, rows, cols)?;
+    fn matrix(&mut self, name: &str) -> Result<Matrix, ResidentError> {
+        let source = self.source(name)?;
         let data = self.place(name, source.data);
         let scales = source.scales.map_or(0..0, |s| self.place(name, s));
         Ok(Matrix { spec: source.spec, data, scales })
@@ -256,93 +260,94 @@ impl Placer<'_> {
         at..self.bytes
     }
 
-    fn vector(&mut self, name: &str, len: usize) -> Result<Vec<f32>, ResidentError> {
-        let info = self.checkpoint.tensors.vector(name, len)?;
-        let mut bytes = vec![0; info.bytes as usize];
+    fn vector(&mut self, name: &str) -> Result<Vec<f32>, ResidentError> {
+        let MatrixSource { spec, data, .. } = self.source(name)?;
+        let mut bytes = vec![0; data.len as usize];
         self.files
-            .read_exact_at(info.file, info.offset, &mut bytes)
+            .read_exact_at(data.file, data.offset, &mut bytes)
             .map_err(|source| ResidentError::Read { tensor: name.to_owned(), source })?;
-        let pairs = |f: fn([u8; 2]) -> f32| bytes.chunks_exact(2).map(|b| f([b[0], b[1]])).collect();
-        Ok(match info.dtype {
-            Dtype::Bf16 => pairs(|b| half::bf16::from_le_bytes(b).to_f32()),
-            Dtype::F16 => pairs(|b| half::f16::from_le_bytes(b).to_f32()),
-            _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        })
+        let mut values = vec![0.0; spec.cols];
+        Kernels::best().decode_row(&WeightRef::new(spec, &bytes, &[]), 0, &mut values);
+        Ok(values)
     }
 
-    fn optional(&mut self, name: &str, rows: usize, cols: usize) -> Result<Option<Matrix>, ResidentError> {
+    fn source(&self, name: &str) -> Result<MatrixSource, ResidentError> {
+        let Some(shape) = self.shapes.get(name) else { unreachable!("{name} is not in the list of required tensors") };
+        Ok(shape.source(name, &self.checkpoint.tensors)?)
+    }
+
+    fn optional(&mut self, name: &str) -> Result<Option<Matrix>, ResidentError> {
         match self.checkpoint.tensors.get(name) {
-            Some(_) => self.matrix(name, rows, cols).map(Some),
+            Some(_) => self.matrix(name).map(Some),
             None => Ok(None),
         }
     }
 
-    fn mlp(&mut self, prefix: &str, width: usize, hidden: usize) -> Result<Mlp, ResidentError> {
+    fn mlp(&mut self, prefix: &str) -> Result<Mlp, ResidentError> {
         Ok(Mlp {
-            gate: self.matrix(&format!("{prefix}.gate_proj.weight"), width, hidden)?,
-            up: self.matrix(&format!("{prefix}.up_proj.weight"), width, hidden)?,
-            down: self.matrix(&format!("{prefix}.down_proj.weight"), hidden, width)?,
+            gate: self.matrix(&format!("{prefix}.gate_proj.weight"))?,
+            up: self.matrix(&format!("{prefix}.up_proj.weight"))?,
+            down: self.matrix(&format!("{prefix}.down_proj.weight"))?,
         })
     }
 
     fn layer(&mut self, arch: &Arch, index: usize, kind: LayerArch) -> Result<Layer, ResidentError> {
         let prefix = format!("model.layers.{index}");
         let mlp = match kind.mlp {
-            MlpKind::Dense { width } => MlpWeights::Dense(self.mlp(&format!("{prefix}.mlp"), width, arch.hidden)?),
+            MlpKind::Dense { .. } => MlpWeights::Dense(self.mlp(&format!("{prefix}.mlp"))?),
             MlpKind::Sparse => MlpWeights::Sparse {
-                router: self.matrix(&format!("{prefix}.mlp.gate.weight"), arch.moe.experts, arch.hidden)?,
-                bias: self.vector(&format!("{prefix}.mlp.gate.e_score_correction_bias"), arch.moe.experts)?,
+                router: self.matrix(&format!("{prefix}.mlp.gate.weight"))?,
+                bias: self.vector(&format!("{prefix}.mlp.gate.e_score_correction_bias"))?,
                 shared: match arch.moe.shared_width {
                     0 => None,
-                    width => Some(self.mlp(&format!("{prefix}.mlp.shared_experts"), width, arch.hidden)?),
+                    _ => Some(self.mlp(&format!("{prefix}.mlp.shared_experts"))?),
                 },
             },
         };
         Ok(Layer {
             arch: kind,
             index,
-            input_norm: self.vector(&format!("{prefix}.input_layernorm.weight"), arch.hidden)?,
-            post_norm: self.vector(&format!("{prefix}.post_attention_layernorm.weight"), arch.hidden)?,
+            input_norm: self.vector(&format!("{prefix}.input_layernorm.weight"))?,
+            post_norm: self.vector(&format!("{prefix}.post_attention_layernorm.weight"))?,
             attention: self.attention(arch, &format!("{prefix}.self_attn"), kind)?,
             mlp,
         })
     }
 
     fn attention(&mut self, arch: &Arch, prefix: &str, kind: LayerArch) -> Result<AttentionWeights, ResidentError> {
-        let a = &arch.attention;
         let indexer = match (kind.indexer, arch.indexer) {
-            (IndexerKind::Full, Some(ix)) => Some(IndexerWeights {
-                wq_b: self.matrix(&format!("{prefix}.indexer.wq_b.weight"), ix.heads * ix.dim, a.q_rank)?,
-                wk: self.matrix(&format!("{prefix}.indexer.wk.weight"), ix.dim, arch.hidden)?,
-                weights_proj: self.matrix(&format!("{prefix}.indexer.weights_proj.weight"), ix.heads, arch.hidden)?,
-                k_norm: self.vector(&format!("{prefix}.indexer.k_norm.weight"), ix.dim)?,
-                k_bias: self.vector(&format!("{prefix}.indexer.k_norm.bias"), ix.dim)?,
+            (IndexerKind::Full, Some(_)) => Some(IndexerWeights {
+                wq_b: self.matrix(&format!("{prefix}.indexer.wq_b.weight"))?,
+                wk: self.matrix(&format!("{prefix}.indexer.wk.weight"))?,
+                weights_proj: self.matrix(&format!("{prefix}.indexer.weights_proj.weight"))?,
+                k_norm: self.vector(&format!("{prefix}.indexer.k_norm.weight"))?,
+                k_bias: self.vector(&format!("{prefix}.indexer.k_norm.bias"))?,
             }),
             _ => None,
         };
         Ok(AttentionWeights {
-            q_a: self.matrix(&format!("{prefix}.q_a_proj.weight"), a.q_rank, arch.hidden)?,
-            q_a_norm: self.vector(&format!("{prefix}.q_a_layernorm.weight"), a.q_rank)?,
-            q_b: self.matrix(&format!("{prefix}.q_b_proj.weight"), a.heads * (a.nope + a.rope), a.q_rank)?,
-            kv_a: self.matrix(&format!("{prefix}.kv_a_proj_with_mqa.weight"), a.kv_rank + a.rope, arch.hidden)?,
-            kv_a_norm: self.vector(&format!("{prefix}.kv_a_layernorm.weight"), a.kv_rank)?,
-            kv_b: self.matrix(&format!("{prefix}.kv_b_proj.weight"), a.heads * (a.nope + a.value), a.kv_rank)?,
-            o: self.matrix(&format!("{prefix}.o_proj.weight"), arch.hidden, a.heads * a.value)?,
+            q_a: self.matrix(&format!("{prefix}.q_a_proj.weight"))?,
+            q_a_norm: self.vector(&format!("{prefix}.q_a_layernorm.weight"))?,
+            q_b: self.matrix(&format!("{prefix}.q_b_proj.weight"))?,
+            kv_a: self.matrix(&format!("{prefix}.kv_a_proj_with_mqa.weight"))?,
+            kv_a_norm: self.vector(&format!("{prefix}.kv_a_layernorm.weight"))?,
+            kv_b: self.matrix(&format!("{prefix}.kv_b_proj.weight"))?,
+            o: self.matrix(&format!("{prefix}.o_proj.weight"))?,
             indexer,
         })
     }
 
     fn mtp(&mut self, arch: &Arch, kind: LayerArch) -> Result<Mtp, ResidentError> {
-        let (index, hidden) = (arch.layers.len(), arch.hidden);
+        let index = arch.layers.len();
         let prefix = format!("model.layers.{index}");
         Ok(Mtp {
-            enorm: self.vector(&format!("{prefix}.enorm.weight"), hidden)?,
-            hnorm: self.vector(&format!("{prefix}.hnorm.weight"), hidden)?,
-            eh_proj: self.matrix(&format!("{prefix}.eh_proj.weight"), hidden, 2 * hidden)?,
+            enorm: self.vector(&format!("{prefix}.enorm.weight"))?,
+            hnorm: self.vector(&format!("{prefix}.hnorm.weight"))?,
+            eh_proj: self.matrix(&format!("{prefix}.eh_proj.weight"))?,
             layer: self.layer(arch, index, kind)?,
-            head_norm: self.vector(&format!("{prefix}.shared_head.norm.weight"), hidden)?,
-            embed: self.optional(&format!("{prefix}.embed_tokens.weight"), arch.vocab, hidden)?,
-            head: self.optional(&format!("{prefix}.shared_head.head.weight"), arch.vocab, hidden)?,
+            head_norm: self.vector(&format!("{prefix}.shared_head.norm.weight"))?,
+            embed: self.optional(&format!("{prefix}.embed_tokens.weight"))?,
+            head: self.optional(&format!("{prefix}.shared_head.head.weight"))?,
         })
     }
 }
