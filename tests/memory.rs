@@ -1,0 +1,182 @@
+//! The memory that a run says it takes is the memory it takes: under a control group's limit, and under `--ram`.
+#![allow(clippy::unwrap_used)]
+
+use serde_json::Value;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+/// The program itself and the tokenizer, which a budget does not count: twice what `--help` says, for other builds.
+const PROGRAM_BYTES: u64 = 40 << 20;
+/// 15 % of it are left to the program.
+const LIMIT_BYTES: u64 = 256 << 20;
+
+/// A model whose experts, 3 layers of 3,072 that take 28,672 bytes each, are more than the limit.
+fn model() -> &'static Path {
+    static MADE: OnceLock<tempfile::TempDir> = OnceLock::new();
+    let made = MADE.get_or_init(|| {
+        // On a disk: files in memory would count as memory.
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let flags = ["synth", "-q", "--preset", "small", "--layers", "4", "--experts", "3072"];
+        assert!(millstream().args(flags).arg(dir.path()).status().unwrap().success());
+        dir
+    });
+    made.path()
+}
+
+fn millstream() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+    clean(&mut command);
+    command
+}
+
+/// Takes the caller's settings away.
+fn clean(command: &mut Command) {
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MILLSTREAM_")) {
+        command.env_remove(name);
+    }
+}
+
+/// A prompt that changes its topic: tokens of one half of the vocabulary, then of the other, whose experts are others.
+fn two_topics() -> String {
+    let topic = |first: u32| (0..500).map(move |i| first + i * i * 31 % 256);
+    topic(0).chain(topic(256)).map(|id| id.to_string()).collect::<Vec<_>>().join(" ")
+}
+
+/// Arguments of a run over both topics, with statistics on standard output.
+fn generation(flags: &[&str]) -> Vec<String> {
+    let prompt = two_topics();
+    let fixed = ["run", "-v", "--json", "-n", "40", "--temp", "0", "--ids", "-p", &prompt, "-m"];
+    let all = fixed.into_iter().chain([model().to_str().unwrap()]).chain(flags.iter().copied());
+    all.map(str::to_owned).collect()
+}
+
+#[track_caller]
+fn statistics(output: &Output) -> Value {
+    assert!(output.status.success(), "{:?}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn a_run_stays_in_the_memory_it_was_allowed_when_the_topic_changes() {
+    for ram in [36u64 << 20, 48 << 20] {
+        let flags = ["--ram", &ram.to_string()];
+        let stats = statistics(&millstream().args(generation(&flags)).output().unwrap());
+        let (peak, missed) = (stats["memory"]["rss_peak"].as_u64().unwrap(), &stats["experts"]["missed"]);
+        assert!(peak <= ram + PROGRAM_BYTES, "{peak} bytes at the peak of {ram}");
+        // More was read than the cache holds, so that it was full.
+        let cache = stats["memory"]["cache"].as_u64().unwrap();
+        assert!(missed.as_u64().unwrap() * 28_672 > cache, "{missed} experts of 28,672 bytes for a cache of {cache}");
+        assert!(peak > cache, "{peak} bytes at the peak hold no cache of {cache}");
+    }
+}
+
+#[test]
+fn a_run_takes_the_limit_of_its_control_group_and_lives() {
+    let (mut tried, ways) = (0, ["auto", "buffered"]);
+    for (version, io) in [1, 2].into_iter().flat_map(|version| ways.map(|io| (version, io))) {
+        // A group for each run: the kernel takes the slabs of a ring back after the process that registered them ended.
+        let group = match Group::new(version, io) {
+            Ok(group) => group,
+            Err(why) => {
+                println!("no control group of version {version}: {why}");
+                continue;
+            }
+        };
+        tried += 1;
+        let output = group.run(&generation(&["--io", io]));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let stats = statistics(&output);
+        assert!(said.contains(&format!("memory limit of the control group ({}", group.dir.display())), "{said}");
+        let budget = stats["memory"]["budget"].as_u64().unwrap();
+        assert!(budget <= LIMIT_BYTES / 100 * 85, "{budget} bytes of {LIMIT_BYTES}");
+        assert!(budget > LIMIT_BYTES / 2, "{budget} bytes of {LIMIT_BYTES}");
+        assert_eq!(said.contains(" page cache + "), io == "buffered", "{said}");
+        let peak = stats["memory"]["rss_peak"].as_u64().unwrap();
+        assert!(peak < LIMIT_BYTES, "{peak} bytes at the peak");
+        // There are more experts than the budget has room for, so that all of it is used.
+        assert!(io == "buffered" || peak > budget / 10 * 9, "{peak} bytes at the peak of {budget}");
+        assert_eq!(group.kills(), 0);
+        // What cannot fit is refused with both numbers before it is loaded.
+        let output = group.run(&generation(&["-c", "1000000"]));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("of memory and") && said.contains("may be used"), "{said}");
+    }
+    if tried == 0 {
+        println!("skipped: the limit of a control group is not tried");
+    }
+}
+
+/// A control group below the one this process is in, with a limit on memory.
+struct Group {
+    dir: PathBuf,
+    version: u32,
+}
+
+impl Group {
+    fn new(version: u32, name: &str) -> io::Result<Group> {
+        let above = Group::above(version).ok_or_else(|| io::Error::other("there is none here"))?;
+        let dir = above.join(format!("millstream-{}-{name}", std::process::id()));
+        fs::create_dir(&dir)?;
+        let group = Group { dir, version };
+        let limit = if version == 1 { "memory.limit_in_bytes" } else { "memory.max" };
+        fs::write(group.dir.join(limit), LIMIT_BYTES.to_string())?;
+        // Joining may be forbidden where making is not.
+        let joined = group.command("true", &[]).output()?;
+        if joined.status.success() { Ok(group) } else { Err(io::Error::other("no process may join it")) }
+    }
+
+    /// Where the memory controller of this version has the group of this process.
+    fn above(version: u32) -> Option<PathBuf> {
+        let read = |path| fs::read_to_string(path).unwrap_or_default();
+        let (membership, mounts) = (read("/proc/self/cgroup"), read("/proc/self/mountinfo"));
+        let path = membership.lines().find_map(|line| match version {
+            1 => line.split(':').nth(1)?.split(',').any(|c| c == "memory").then(|| line.splitn(3, ':').nth(2))?,
+            _ => line.strip_prefix("0::"),
+        })?;
+        let point = mounts.lines().find_map(|line| {
+            let (front, back) = line.split_once(" - ")?;
+            let (kind, options) = (back.split(' ').next()?, back.split(' ').nth(2)?);
+            let wanted = match version {
+                1 => kind == "cgroup" && options.split(',').any(|option| option == "memory"),
+                _ => kind == "cgroup2",
+            };
+            wanted.then(|| front.split(' ').nth(4))?
+        })?;
+        let dir = Path::new(point).join(path.trim_start_matches('/'));
+        let dir = if dir.exists() { dir } else { PathBuf::from(point) };
+        let has_memory = version == 1
+            || fs::read_to_string(dir.join("cgroup.subtree_control")).is_ok_and(|all| all.contains("memory"));
+        has_memory.then_some(dir)
+    }
+
+    /// The program `name` inside of the group.
+    fn command(&self, name: &str, arguments: &[String]) -> Command {
+        let mut command = Command::new("sh");
+        clean(&mut command);
+        command.arg("-c").arg("echo $$ > \"$0/cgroup.procs\" && exec \"$@\"").arg(&self.dir);
+        command.arg(name).args(arguments);
+        command
+    }
+
+    fn run(&self, arguments: &[String]) -> Output {
+        self.command(env!("CARGO_BIN_EXE_millstream"), arguments).output().unwrap()
+    }
+
+    /// Processes that the kernel has killed for memory.
+    fn kills(&self) -> u64 {
+        let file = if self.version == 1 { "memory.oom_control" } else { "memory.events" };
+        let text = fs::read_to_string(self.dir.join(file)).unwrap_or_default();
+        text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok()).unwrap_or(0)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // It is empty: its processes were waited for.
+        let _ = fs::remove_dir(&self.dir);
+    }
+}
