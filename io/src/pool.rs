@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::arena::{Arena, ArenaReport, Pages};
 use crate::error::{Errno, IoError};
-use crate::limits::{HUGE_PAGE_BYTES, PAGE_BYTES, SLAB_BYTES_MAX};
+use crate::limits::{PAGE_BYTES, SLAB_BYTES_MAX};
 
 /// Fixed slabs of one arena. Clones share it.
 #[derive(Clone)]
@@ -24,8 +24,9 @@ struct PoolInner {
 }
 
 impl SlabPool {
-    /// An arena of `slabs` slabs of `slab_bytes` each, faulted in. The stride is a multiple of 2 MiB for slabs of
-    /// 2 MiB and more, else of 4 KiB, so that small slabs share huge pages.
+    /// An arena of `slabs` slabs of `slab_bytes` each, faulted in. They lie next to each other, on whole small pages, so
+    /// that two may share a huge page: reads were measured to be as fast as into slabs that begin huge pages, which
+    /// take a tenth more memory at the size of GLM-5.2's experts.
     ///
     /// # Errors
     /// [`IoError::BadRequest`] for empty slabs, no slab, or slabs above [`SLAB_BYTES_MAX`]; [`IoError::Memory`].
@@ -50,10 +51,10 @@ impl SlabPool {
         Ok(SlabPool { inner: Arc::new(PoolInner { arena, slab_bytes, stride, slabs, free }) })
     }
 
-    /// Distance between slabs of `slab_bytes`: what one takes of the arena.
+    /// Distance between slabs of `slab_bytes`: what one takes of the arena. A slab whose size is a multiple of what its
+    /// files must be aligned to, as [`layout`](crate::layout) makes it, is aligned to that too.
     pub fn stride_bytes(slab_bytes: usize) -> usize {
-        let unit = if slab_bytes >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { PAGE_BYTES };
-        slab_bytes.next_multiple_of(unit)
+        slab_bytes.next_multiple_of(PAGE_BYTES)
     }
 
     /// A free slab, with whatever bytes its last user left; `None` while all are out.
@@ -159,11 +160,14 @@ impl fmt::Debug for Slab {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits::HUGE_PAGE_BYTES;
 
     #[test]
     fn slabs_are_aligned_apart_and_come_back() {
+        // The last is an expert of GLM-5.2.
+        let expert = 4618 * 4096;
         for (slab_bytes, slabs, stride) in
-            [(1, 3, 4096), (5000, 40, 8192), ((2 << 20) - 1, 3, 2 << 20), (2 << 20, 2, 2 << 20), (5 << 20, 3, 6 << 20)]
+            [(1, 3, 4096), (5000, 40, 8192), ((2 << 20) - 1, 3, 2 << 20), (2 << 20, 2, 2 << 20), (expert, 3, expert)]
         {
             let pool = SlabPool::new(slab_bytes, slabs).unwrap();
             assert_eq!(pool.base().as_ptr() as usize % HUGE_PAGE_BYTES, 0);
