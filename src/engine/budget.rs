@@ -30,6 +30,10 @@ pub struct Budget {
     pub slab: u64,
     /// Slabs of the expert pool.
     pub slabs: u64,
+    /// Distance between slabs of the MTP layer's experts, which are wider than the others; 0 where it is not loaded.
+    pub mtp_slab: u64,
+    /// Slabs of theirs.
+    pub mtp_slabs: u64,
 }
 
 /// A model that does not fit.
@@ -76,6 +80,24 @@ pub struct Demand {
     pub slab: u64,
     /// Experts of the model: more slabs than this are of no use.
     pub experts: u64,
+    /// Distance between slabs of the MTP layer's experts; 0 where it is not loaded.
+    pub mtp_slab: u64,
+    /// Experts of the MTP layer.
+    pub mtp_experts: u64,
+}
+
+impl Demand {
+    /// Slabs of the MTP layer out of `pools` bytes for all slabs: of its experts it may keep the same part as the other
+    /// layers of theirs.
+    fn mtp_share(&self, pools: u64) -> u64 {
+        let (mtp, others) = (self.mtp_slab * self.mtp_experts, self.slab * self.experts);
+        if mtp == 0 {
+            return 0;
+        }
+        let share = u128::from(pools) * u128::from(mtp) / u128::from(mtp + others);
+        // No more than `pools`, so that it fits.
+        (share as u64 / self.mtp_slab).clamp(MIN_SLABS as u64, self.mtp_experts)
+    }
 }
 
 impl Budget {
@@ -91,14 +113,36 @@ impl Budget {
             page_cache: 0,
             slab: d.slab,
             slabs: MIN_SLABS as u64,
+            mtp_slab: d.mtp_slab,
+            mtp_slabs: d.mtp_experts.min(MIN_SLABS as u64),
         };
         if total < least.fixed() + least.experts() {
             return Err(TooSmall { least, by_user: d.ram.is_some() });
         }
         let spare = total - least.fixed() - least.experts();
         let page_cache = PAGE_CACHE_RESERVE_BYTES.min(d.buffered).min(spare / 2);
-        let slabs = ((total - least.fixed() - page_cache) / d.slab).min(d.experts);
-        Ok(Budget { page_cache, slabs, ..least })
+        let pools = total - least.fixed() - page_cache;
+        let mtp_slabs = d.mtp_share(pools);
+        let slabs = ((pools - d.mtp_slab * mtp_slabs) / d.slab).min(d.experts);
+        Ok(Budget { page_cache, slabs, mtp_slabs, ..least })
+    }
+
+    /// As many slabs as `slabs`, whatever they take, and as many for the MTP layer, as far as it has experts.
+    pub fn of_slabs(d: &Demand, slabs: u64) -> Budget {
+        let (slabs, mtp_slabs) = (slabs.min(d.experts), slabs.min(d.mtp_experts));
+        let budget = Budget {
+            total: 0,
+            resident: d.resident,
+            kv: d.kv,
+            reconstruction: d.reconstruction,
+            activations: d.activations,
+            page_cache: 0,
+            slab: d.slab,
+            slabs,
+            mtp_slab: d.mtp_slab,
+            mtp_slabs,
+        };
+        Budget { total: budget.fixed() + budget.experts(), ..budget }
     }
 
     /// Bytes of everything but the expert pool.
@@ -106,9 +150,9 @@ impl Budget {
         self.resident + self.kv + self.reconstruction + self.activations + self.page_cache
     }
 
-    /// Bytes of the expert pool.
+    /// Bytes of all slabs.
     pub fn experts(&self) -> u64 {
-        self.slab * self.slabs
+        self.slab * self.slabs + self.mtp_slab * self.mtp_slabs
     }
 
     /// The terms of the sum.
@@ -117,16 +161,20 @@ impl Budget {
             0 => String::new(),
             bytes => format!("{} page cache + ", shown(bytes)),
         };
+        let slabs =
+            |count: u64, slab: u64| format!("{count} slab{} of {}", if count == 1 { "" } else { "s" }, shown(slab));
+        let mtp = match self.mtp_slabs {
+            0 => String::new(),
+            count => format!(", {} for the MTP layer", slabs(count, self.mtp_slab)),
+        };
         format!(
-            "{} resident + {} KV + {} attention + {} activations + {page_cache}{} experts ({} slab{} of {})",
+            "{} resident + {} KV + {} attention + {} activations + {page_cache}{} experts ({}{mtp})",
             shown(self.resident),
             shown(self.kv),
             shown(self.reconstruction),
             shown(self.activations),
             shown(self.experts()),
-            self.slabs,
-            if self.slabs == 1 { "" } else { "s" },
-            shown(self.slab),
+            slabs(self.slabs, self.slab),
         )
     }
 }
@@ -161,6 +209,8 @@ mod tests {
         buffered: 0,
         slab: 20,
         experts: 1000,
+        mtp_slab: 0,
+        mtp_experts: 0,
     };
 
     #[test]
@@ -188,6 +238,37 @@ mod tests {
         assert_eq!(divided(Demand { buffered: 9000, ram: Some(620), ..DEMAND }), Ok((0, 1)));
         let large = Demand { ram: Some(40_000_000_000), buffered: 372_000_000_000, slab: 1_000_000_000, ..DEMAND };
         assert_eq!(divided(large), Ok((2_500_000_000, 37)));
+    }
+
+    #[test]
+    fn the_mtp_layer_keeps_the_same_part_of_its_experts_and_doubles_nothing_else() {
+        // Of 1,000 experts of 20 and 100 of 40, 24,000 in all, 400 are had for: a sixtieth.
+        let demand = Demand { mtp_slab: 40, mtp_experts: 100, ..DEMAND };
+        let b = Budget::divide(&demand).unwrap();
+        assert_eq!((b.slabs, b.mtp_slabs, b.experts()), (18, 1, 400));
+        let half = Budget::divide(&Demand { ram: Some(12_600), ..demand }).unwrap();
+        assert_eq!((half.slabs, half.mtp_slabs), (500, 50));
+        let all = Budget::divide(&Demand { ram: Some(50_000), ..demand }).unwrap();
+        assert_eq!((all.slabs, all.mtp_slabs), (1000, 100));
+        let refused = Budget::divide(&Demand { ram: Some(659), ..demand }).unwrap_err();
+        assert_eq!(refused.needed(), 660, "one slab of each");
+        assert!(Budget::divide(&Demand { ram: Some(660), ..demand }).is_ok());
+        assert!(b.to_string().contains("(18 slabs of 0.00 MB, 1 slab of 0.00 MB for the MTP layer)"), "{b}");
+        let counted = Budget::of_slabs(&demand, 7);
+        assert_eq!((counted.slabs, counted.mtp_slabs, counted.total), (7, 7, 600 + 7 * 20 + 7 * 40));
+    }
+
+    #[test]
+    fn whatever_is_divided_fits() {
+        for (experts, mtp_experts) in [(1, 1), (3, 3), (256, 256), (19_200, 256)] {
+            for (slab, mtp_slab) in [(7, 7), (7, 14), (100, 205), (14, 7)] {
+                let demand = Demand { slab, experts, mtp_slab, mtp_experts, ..DEMAND };
+                for spare in slab + mtp_slab..slab + mtp_slab + 3000 {
+                    let b = Budget::divide(&Demand { ram: Some(600 + spare), ..demand }).unwrap();
+                    assert!(b.slabs > 0 && b.mtp_slabs > 0 && b.experts() <= spare, "{demand:?}: {b:?}");
+                }
+            }
+        }
     }
 
     #[test]

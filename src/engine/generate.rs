@@ -145,7 +145,9 @@ impl Engine {
             hidden.extend_from_slice(self.state.final_hidden(chunk.len(), width));
         }
         self.kv.truncate(0);
-        let Engine { model, experts, state, meter, prefill_rows, .. } = self;
+        let Engine { model, drafting: Some(experts), state, meter, prefill_rows, .. } = self else {
+            return Err(EngineError::NoMtp);
+        };
         let mut kv = KvCache::for_mtp(&model.arch, tokens.len(), model.sparse);
         let mut scores = Vec::with_capacity(tokens.len() * model.arch.vocab);
         for (next, hidden) in tokens[1..].chunks(*prefill_rows).zip(hidden.chunks(*prefill_rows * width)) {

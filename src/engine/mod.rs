@@ -27,7 +27,7 @@ pub use crate::ops::Activations;
 use crate::ops::Compute;
 use crate::ops::room::Room;
 use crate::ops::rope::Rope;
-use crate::store::{ExpertStore, ExpertTable, trace};
+use crate::store::{Checks, ExpertStore, ExpertTable, trace};
 pub use crate::store::{Hung, Notice, Verify, Watch};
 use budget::{Budget, Demand};
 pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory, Switch};
@@ -43,6 +43,8 @@ const AUTO_EXPLICIT_ROWS: usize = 128;
 pub struct Engine {
     model: Model,
     experts: Streamed,
+    /// Those of the MTP layer.
+    drafting: Option<Streamed>,
     kv: KvCache,
     state: State,
     meter: Meter,
@@ -88,33 +90,51 @@ impl Engine {
         let mut notes = checkpoint.notes().to_vec();
         notes.extend(p.files.describe());
         notes.push(p.budget.to_string());
-        let (checks, note) = integrity::prepare(config, &checkpoint, &p.files, &p.table, device)?;
+        let drafting = p.drafting.as_ref().map(|(table, _)| table);
+        let tables = [&p.table].into_iter().chain(drafting);
+        let (checks, note) = integrity::prepare(config, &checkpoint, &p.files, tables, device)?;
         notes.extend(note);
         let resident = p.plan.load()?;
-        let pool = SlabPool::new(p.table.slab_bytes(), p.budget.slabs as usize)?;
-        notes.extend(pool.report().note);
-        let device = device(&p.files, &pool)?;
-        notes.extend(device.describe().fallback.clone());
-        notes.extend(device.describe().notes.iter().cloned());
-        let (device_before, drives_before) = (device.stats(), device.drives());
-        let mut store = ExpertStore::new(p.table, device, pool);
-        store.set_checks(checks);
+        let mut checks = checks.into_iter();
+        let mut store = |table: ExpertTable, slabs: u64| -> Result<ExpertStore, EngineError> {
+            let pool = SlabPool::new(table.slab_bytes(), slabs as usize)?;
+            let device = device(&p.files, &pool)?;
+            let described = device.describe();
+            let said = pool.report().note.into_iter().chain(described.fallback.clone()).chain(described.notes.clone());
+            for note in said {
+                // Two devices of one kind mostly say the same.
+                if !notes.contains(&note) {
+                    notes.push(note);
+                }
+            }
+            let mut store = ExpertStore::new(table, device, pool);
+            store.set_checks(checks.next().unwrap_or_else(Checks::off));
+            Ok(store)
+        };
+        let mut experts = Streamed::new(store(p.table, p.budget.slabs)?, p.scratch);
+        let mut drafting = match p.drafting {
+            Some((table, scratch)) => Some(Streamed::new(store(table, p.budget.mtp_slabs)?, scratch)),
+            None => None,
+        };
         if config.prefetch != Switch::Off {
             // As many as one row asks for and again as many that turned out wrong; one row always finds its slots.
             let top_k = checkpoint.arch.moe.top_k;
-            store.allow_guesses(2 * top_k, top_k);
+            experts.store.allow_guesses(2 * top_k, top_k);
+            experts.prefetch = true;
         }
+        for streamed in [&mut experts].into_iter().chain(&mut drafting) {
+            streamed.pipeline = config.pipeline != Switch::Off;
+        }
+        let (device_before, drives_before) = (experts.store.device().stats(), experts.store.device().drives());
 
         let opened_in = checkpoint.took();
-        let traced = traced(&checkpoint, &store);
+        let traced = traced(&checkpoint, &experts.store);
         let arch = checkpoint.arch;
         let team = Team::new(config.threads);
         let compute = Compute { kernels: p.kernels, team, activations: config.activations };
-        let mut experts = Streamed::new(store, p.scratch);
-        experts.pipeline = config.pipeline != Switch::Off;
-        experts.prefetch = config.prefetch != Switch::Off;
         Ok(Engine {
             experts,
+            drafting,
             kv: KvCache::new(&arch, p.context, p.sparse),
             state: p.state,
             meter: Meter::new(),
@@ -204,6 +224,9 @@ struct Prepared {
     decode_form: Form,
     files: Arc<FileSet>,
     table: ExpertTable,
+    /// The experts of the MTP layer, where it is loaded. They are wider than the others, and slabs for them would be too
+    /// wide for those: they have slabs of their own, and a device to fill them.
+    drafting: Option<(ExpertTable, ExpertScratch)>,
     plan: Plan,
     state: State,
     scratch: ExpertScratch,
@@ -226,7 +249,7 @@ impl Prepared {
         let mirrors = mirror::find(&config.mirrors, &checkpoint.tensors)?;
         let files = Arc::new(FileSet::open_mirrored(checkpoint.tensors.paths(), &mirrors, mode)?);
         let layers = arch.layers.len();
-        let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || config.load_mtp)?;
+        let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers)?;
         let plan = Plan::new(checkpoint, files.clone(), config.load_mtp)?;
 
         let (rows, threads) = (config.prefill_rows.min(context), config.threads);
@@ -235,6 +258,13 @@ impl Prepared {
         let mut room = Room::default();
         let state = State::new(arch, rows, context, threads, explicit, &mut room);
         let scratch = ExpertScratch::new(arch, rows, &mut room);
+        let drafting = match arch.mtp.filter(|_| config.load_mtp) {
+            Some(_) => {
+                let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer == layers)?;
+                Some((table, ExpertScratch::new(arch, rows, &mut room)))
+            }
+            None => None,
+        };
         let rope = Rope::new(arch.rope_theta, arch.attention.rope, context, &mut room);
         let sampler = Sampler::new(arch.vocab);
         room.add(sampler.bytes());
@@ -249,6 +279,8 @@ impl Prepared {
             buffered: cached_bytes(&files),
             slab: SlabPool::stride_bytes(table.slab_bytes()) as u64,
             experts: table.experts() as u64,
+            mtp_slab: drafting.as_ref().map_or(0, |(table, _)| SlabPool::stride_bytes(table.slab_bytes()) as u64),
+            mtp_experts: drafting.as_ref().map_or(0, |(table, _)| table.experts() as u64),
         };
         let budget = divide(config, &demand)?;
         Ok(Prepared {
@@ -260,6 +292,7 @@ impl Prepared {
             decode_form,
             files,
             table,
+            drafting,
             plan,
             state,
             scratch,
@@ -310,10 +343,8 @@ fn cached_bytes(files: &FileSet) -> u64 {
 }
 
 fn divide(config: &EngineConfig, demand: &Demand) -> Result<Budget, EngineError> {
-    let fixed = demand.resident + demand.kv + demand.reconstruction + demand.activations;
-    let demand = match config.memory {
-        Memory::Total(ram) => Demand { ram, ..*demand },
-        Memory::Slabs(slabs) => Demand { ram: Some(fixed + demand.slab * slabs as u64), buffered: 0, ..*demand },
-    };
-    Ok(Budget::divide(&demand)?)
+    match config.memory {
+        Memory::Total(ram) => Ok(Budget::divide(&Demand { ram, ..*demand })?),
+        Memory::Slabs(slabs) => Ok(Budget::of_slabs(demand, slabs as u64)),
+    }
 }
