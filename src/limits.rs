@@ -88,6 +88,13 @@ pub const MAX_TRACE_STEP_BYTES: usize = 1 << 28;
 pub const MAX_TRACE_BYTES: u64 = 1 << 30;
 
 const _: () = assert!(WAIT_STEP.as_nanos() < HUNG_AFTER.as_nanos());
+/// Visits of stages, and reads, that a timeline keeps: some fifty tokens of the largest model, 7 MB.
+pub const TIMELINE_EVENTS_MAX: usize = 1 << 16;
+/// Steps between two trials of a switch while little is known of it.
+pub const PROBE_PAUSE_MIN: u32 = 2;
+/// Most steps between them: a drive that changes is noticed within a few minutes.
+pub const PROBE_PAUSE_MAX: u32 = 256;
+
 const _: () = assert!(MAX_EXPERTS <= u16::MAX as usize + 1);
 const _: () = assert!(MAX_TOP_K <= MAX_EXPERTS);
 const _: () = assert!(MAX_GROUPS <= MAX_EXPERTS);
@@ -98,3 +105,4 @@ const _: () = assert!(MAX_LAYERS <= u16::MAX as usize);
 const _: () = assert!(MAX_VOCAB <= u32::MAX as usize);
 const _: () = assert!(MAX_COLUMNS as i64 * 128 * 127 <= i32::MAX as i64);
 const _: () = assert!(MAX_CONTEXT <= u32::MAX as usize);
+const _: () = assert!(0 < PROBE_PAUSE_MIN && PROBE_PAUSE_MIN < PROBE_PAUSE_MAX);

@@ -56,6 +56,11 @@ impl Stage {
         Stage::Other,
     ];
 
+    /// Whether it is arithmetic on the way to a token, and not waiting, bookkeeping or what the caller does.
+    pub fn computes(self) -> bool {
+        !matches!(self, Stage::Request | Stage::Wait | Stage::Other)
+    }
+
     /// Name used in reports.
     pub fn name(self) -> &'static str {
         match self {
@@ -95,11 +100,64 @@ struct Tally {
     nanos: Histogram<u64>,
 }
 
+/// One visit of a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lap {
+    /// Which stage.
+    pub stage: Stage,
+    /// Model layer it belonged to.
+    pub layer: Option<u16>,
+    /// When it began.
+    pub began: Instant,
+    /// How long it took.
+    pub took: Duration,
+}
+
+/// The last elements of a sequence of any length, in memory that is allocated once.
+#[derive(Clone, Debug)]
+pub struct Recent<T> {
+    kept: Vec<T>,
+    /// Where the next one goes once all places are taken.
+    next: usize,
+}
+
+impl<T> Recent<T> {
+    /// Room for `most`; none keeps nothing.
+    pub fn new(most: usize) -> Recent<T> {
+        Recent { kept: Vec::with_capacity(most), next: 0 }
+    }
+
+    /// Adds one, in place of the oldest where all places are taken.
+    pub fn push(&mut self, element: T) {
+        if self.kept.len() < self.kept.capacity() {
+            self.kept.push(element);
+        } else if let Some(oldest) = self.kept.get_mut(self.next) {
+            *oldest = element;
+            self.next = (self.next + 1) % self.kept.len();
+        }
+    }
+
+    /// From the oldest to the newest.
+    pub fn iter(&self) -> impl Iterator<Item = &T> {
+        let (newer, older) = self.kept.split_at(self.next.min(self.kept.len()));
+        older.iter().chain(newer)
+    }
+
+    /// Forgets them.
+    pub fn clear(&mut self) {
+        self.kept.clear();
+        self.next = 0;
+    }
+}
+
 /// Collects stage times; see the module's description.
 pub struct Meter {
     tallies: Vec<Tally>,
     mark: Instant,
     started: Instant,
+    layer: Option<u16>,
+    /// Empty unless a timeline is kept.
+    laps: Recent<Lap>,
 }
 
 /// Longest lap that the percentiles tell apart; a longer one counts as this long in them, and fully in the totals.
@@ -114,6 +172,11 @@ impl Default for Meter {
 impl Meter {
     /// A meter whose clock starts now. All memory it will ever use is allocated here.
     pub fn new() -> Meter {
+        Meter::with_timeline(0)
+    }
+
+    /// As [`Meter::new`]; the last `laps` laps can be had one by one.
+    pub fn with_timeline(laps: usize) -> Meter {
         let tally = || Tally {
             busy: Duration::ZERO,
             laps: 0,
@@ -121,7 +184,8 @@ impl Meter {
             nanos: Histogram::new_with_bounds(1, LONGEST_LAP_NS, 2).expect("constant histogram bounds"),
         };
         let now = Instant::now();
-        Meter { tallies: Stage::ALL.iter().map(|_| tally()).collect(), mark: now, started: now }
+        let tallies = Stage::ALL.iter().map(|_| tally()).collect();
+        Meter { tallies, mark: now, started: now, layer: None, laps: Recent::new(laps) }
     }
 
     /// Forgets everything and starts the clock again.
@@ -131,14 +195,31 @@ impl Meter {
             t.laps = 0;
             t.nanos.reset();
         }
+        self.laps.clear();
         self.started = Instant::now();
         self.mark = self.started;
+    }
+
+    /// The laps from now on belong to `layer`.
+    pub fn enter(&mut self, layer: Option<u16>) {
+        self.layer = layer;
+    }
+
+    /// The last laps, where a timeline is kept.
+    pub fn laps(&self) -> impl Iterator<Item = &Lap> {
+        self.laps.iter()
+    }
+
+    /// When the clock was started.
+    pub fn started(&self) -> Instant {
+        self.started
     }
 
     /// Gives the time since the last mark to `stage`.
     pub fn lap(&mut self, stage: Stage) {
         let now = Instant::now();
         let spent = now - self.mark;
+        self.laps.push(Lap { stage, layer: self.layer, began: self.mark, took: spent });
         self.mark = now;
         let t = &mut self.tallies[stage as usize];
         t.busy += spent;
@@ -173,6 +254,25 @@ mod tests {
         let sum: Duration = Stage::ALL.iter().map(|&s| m.stage(s).busy).sum();
         assert_eq!(sum, m.wall());
         assert_eq!(Stage::ALL.iter().map(|&s| m.stage(s).laps).sum::<u64>(), 100);
+    }
+
+    #[test]
+    fn the_last_laps_are_kept_in_order_and_with_their_layer() {
+        let mut m = Meter::with_timeline(3);
+        let stages = [Stage::Embed, Stage::Attention, Stage::Route, Stage::Dense, Stage::Head];
+        for (layer, &stage) in stages.iter().enumerate() {
+            m.enter(Some(layer as u16));
+            m.lap(stage);
+        }
+        let laps: Vec<&Lap> = m.laps().collect();
+        assert_eq!(
+            laps.iter().map(|lap| (lap.stage, lap.layer)).collect::<Vec<_>>(),
+            [(Stage::Route, Some(2)), (Stage::Dense, Some(3)), (Stage::Head, Some(4)),]
+        );
+        assert!(laps.windows(2).all(|pair| pair[0].began + pair[0].took == pair[1].began));
+        m.restart();
+        assert_eq!(m.laps().count(), 0);
+        assert_eq!(Meter::new().laps.kept.capacity(), 0);
     }
 
     #[test]

@@ -17,7 +17,7 @@ const ENGINE: &[(&str, &[&str])] = &[
     ("ops", &["kernels", "limits"]),
     ("checkpoint", &["kernels", "limits", "io"]),
     ("model", &["checkpoint", "kernels", "limits", "io"]),
-    ("store", &["checkpoint", "kernels", "limits", "io"]),
+    ("store", &["checkpoint", "kernels", "limits", "meter", "io"]),
     ("forward", &["checkpoint", "kernels", "limits", "meter", "model", "ops", "store"]),
     ("engine", &["checkpoint", "forward", "kernels", "limits", "meter", "model", "ops", "store", "io"]),
     ("cli", &["checkpoint", "engine", "kernels", "limits", "meter", "model", "store", "io"]),

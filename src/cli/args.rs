@@ -14,6 +14,7 @@ use crate::engine::{Activations, AttentionForm, Depth, Dsa, Switch, Verify};
 use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
+use super::plan::PlanArgs;
 use super::size;
 use super::synth::SynthArgs;
 use super::tune::TuneArgs;
@@ -42,6 +43,8 @@ pub enum Command {
     BenchIo(BenchIoArgs),
     /// Finds the way of reading with which this model generates fastest on this machine, and keeps it for run.
     Tune(TuneArgs),
+    /// Where everything would live, what a token would read, and the stages it goes through; loads nothing.
+    Plan(PlanArgs),
     /// Writes a model of true shapes with drawn weights, for measuring one that is not at hand.
     Synth(SynthArgs),
     /// Which experts the router chooses: recorded, replayed over cache policies, drawn.
@@ -164,6 +167,10 @@ pub struct RunArgs {
     /// Write the statistics to a file as JSON (--json prints them)
     #[arg(long, value_name = "FILE")]
     pub stats_json: Option<PathBuf>,
+    /// Write what was done when (stages, reads, waits, reads ahead) to a file that ui.perfetto.dev and chrome://tracing
+    /// open; of a long generation the end
+    #[arg(long, value_name = "FILE")]
+    pub timeline: Option<PathBuf>,
     /// Print nothing but the answer, and errors
     #[arg(short, long, conflicts_with = "verbose")]
     pub quiet: bool,
@@ -463,7 +470,8 @@ fn parse_group(text: &str) -> Result<u16, String> {
     group.ok_or_else(|| format!("it must be one of {}", known()))
 }
 
-fn parse_context(text: &str) -> Result<usize, String> {
+/// Reads `--ctx-size`.
+pub fn parse_context(text: &str) -> Result<usize, String> {
     in_range(text, 1, MAX_CONTEXT)
 }
 

@@ -92,6 +92,7 @@ pub struct RunConfig {
     verify: Verify,
     pipeline: Switch,
     prefetch: Switch,
+    timeline: bool,
 }
 
 /// Decides everything that does not depend on the model. Refuses what cannot work, before any file is read.
@@ -176,6 +177,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         verify,
         pipeline,
         prefetch,
+        timeline: args.timeline.is_some(),
     })
 }
 
@@ -193,6 +195,7 @@ impl RunConfig {
             dsa: self.dsa,
             pipeline: self.pipeline,
             prefetch: self.prefetch,
+            timeline: self.timeline,
             verify: self.verify,
             verify_seed: self.sampling.seed,
             ..EngineConfig::new(self.available)

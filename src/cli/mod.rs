@@ -10,6 +10,7 @@ mod doctor;
 mod interrupt;
 pub mod machine;
 mod notes;
+mod plan;
 mod printer;
 mod prompt;
 pub mod reading;
@@ -124,6 +125,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::Doctor(doctor_args) => doctor::doctor(doctor_args, &machine),
         args::Command::BenchIo(bench_args) => bench_io::bench_io(bench_args, &machine),
         args::Command::Tune(tune_args) => tune::tune(tune_args, &machine),
+        args::Command::Plan(plan_args) => plan::plan(plan_args, &machine),
         args::Command::Synth(synth_args) => synth::synth(synth_args),
         args::Command::Trace(trace_args) => trace::trace(trace_args, &machine),
     };

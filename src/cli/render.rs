@@ -187,6 +187,30 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
         let (count, took) = (size::grouped(experts.verified), seconds(experts.verify_s));
         let _ = writeln!(text, "checked {count} reads of experts by their checksums in {took}");
     }
+    if let Some(recall) = experts.lookahead_recall {
+        let _ = writeln!(
+            text,
+            "ahead   {} experts read ahead, {} of them used, {} taken back; {:.1} % of what was asked for was guessed",
+            size::grouped(experts.prefetch_issued),
+            size::grouped(experts.prefetch_used),
+            size::grouped(experts.prefetch_cancelled),
+            100.0 * recall,
+        );
+    }
+    if let Some(o) = &stats.overlap {
+        let _ = writeln!(
+            text,
+            "decode  {}: disk busy {}, computing {}, waiting {}; overlap efficiency {:.2}",
+            seconds(o.wall_s),
+            seconds(o.disk_busy_s),
+            seconds(o.compute_busy_s),
+            seconds(o.wait_s),
+            o.efficiency,
+        );
+    }
+    if let (Some(verdict), Some(advice)) = (stats.verdict, &stats.advice) {
+        let _ = writeln!(text, "bound   {verdict}: {advice}");
+    }
     let memory = &stats.memory;
     let _ = writeln!(
         text,

@@ -34,6 +34,9 @@ fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<
     config.check_memory(machine)?;
     let text = prompt::read_prompt(args)?;
     let typed_ids = if args.ids { Some(prompt::parse_ids(&text)?) } else { None };
+    if let Some(path) = &args.timeline {
+        check_writable(path, "timeline")?;
+    }
     if let Some(path) = &args.stats_json {
         check_writable(path, "statistics")?;
     }
@@ -91,6 +94,10 @@ fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<
     stats.text = printer.text().to_owned();
     stats.stop_string = printer.stopped_by().map(str::to_owned);
     drop(printer);
+    if let Some(path) = &args.timeline {
+        std::fs::write(path, engine.timeline())
+            .map_err(|e| Failure::work(format!("cannot write the timeline to {}", path.display())).cause(e))?;
+    }
     report(args, &stats, &config)?;
     if engine.store().gave_up() {
         leave(engine, args.quiet);

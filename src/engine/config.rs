@@ -100,6 +100,8 @@ pub struct EngineConfig {
     pub pipeline: Switch,
     /// Whether experts that the next layer will probably ask for are read ahead.
     pub prefetch: Switch,
+    /// Whether to keep what was done when, for [`super::Engine::timeline`].
+    pub timeline: bool,
     /// Memory for experts.
     pub memory: Memory,
     /// Bytes the machine and its control group have left.
@@ -152,6 +154,7 @@ impl EngineConfig {
             chunk_bytes: None,
             pipeline: Switch::Auto,
             prefetch: Switch::Auto,
+            timeline: false,
             memory: Memory::Total(None),
             available_bytes,
             threads: 1,

@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use super::overlap::Readings;
 use super::sampler::Sampling;
 use super::{Engine, EngineError};
 use crate::forward::{self, ForwardError, KvCache, Logits, Observe, Observed, Step};
@@ -55,6 +56,8 @@ pub(super) struct Times {
     /// Until the logits of the last prompt token; none of a generation that did not come so far.
     pub(super) prefill: Option<Duration>,
     pub(super) first_token: Option<Duration>,
+    /// When the prompt was done.
+    pub(super) before_decode: Readings,
 }
 
 impl Engine {
@@ -83,6 +86,7 @@ impl Engine {
         let mut ids = Vec::with_capacity(job.max_tokens.min(self.context()));
         let result = self.prefill(&job.prompt, cancel, observe).and_then(|()| {
             self.times.prefill = Some(self.meter.wall());
+            self.times.before_decode = self.readings();
             self.decode(job, cancel, on_token, observe, &mut ids)
         });
         self.experts.store.drop_guesses();
@@ -194,11 +198,41 @@ impl Engine {
             if ids.len() == job.max_tokens || position == self.context() {
                 break;
             }
+            let began = self.meter.wall();
+            self.turn_switches();
             let step = Step { tokens: &[id], form: self.decode_form, logits: Logits::Last, cancel };
             self.observed_step(&step, observe)?;
+            self.judge_switches((self.meter.wall() - began).as_secs_f64());
             self.times.decode_steps += 1;
         }
         Ok(Finish::Length)
+    }
+
+    /// Sets what is decided by measuring for the next step, which turns at most one of the two.
+    fn turn_switches(&mut self) {
+        let Engine { pipeline, prefetch, experts, .. } = self;
+        let free = prefetch.as_ref().is_none_or(|prefetch| !prefetch.is_probing());
+        if let Some(chooser) = pipeline {
+            experts.pipeline = chooser.next(free);
+        }
+        if let Some(chooser) = prefetch {
+            let free = pipeline.as_ref().is_none_or(|pipeline| !pipeline.is_probing() || !free);
+            experts.prefetch = chooser.next(free);
+        }
+    }
+
+    fn judge_switches(&mut self, seconds: f64) {
+        let Engine { pipeline, prefetch, experts, .. } = self;
+        if let Some(chooser) = pipeline {
+            chooser.observe(experts.pipeline, seconds);
+        }
+        if let Some(chooser) = prefetch {
+            chooser.observe(experts.prefetch, seconds);
+        }
+    }
+
+    pub(super) fn readings(&self) -> Readings {
+        Readings::take(&self.meter, &self.experts.store.device().stats())
     }
 
     fn step(&mut self, step: &Step) -> Result<(), EngineError> {

@@ -1,13 +1,16 @@
 //! From a directory and a configuration to generated tokens.
 
+mod auto;
 pub mod budget;
 pub mod config;
 pub mod error;
 mod generate;
 mod integrity;
+pub mod overlap;
 pub mod sampler;
 pub mod stats;
 pub mod stop;
+pub mod timeline;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,16 +22,19 @@ use millstream_io::{
 use crate::checkpoint::arch::{Arch, MlpKind};
 use crate::checkpoint::{Checkpoint, mirror};
 pub use crate::forward::Observe;
+pub use crate::forward::stages::StageGraph;
 use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, shape_of};
 use crate::kernels::{Kernels, Team};
-use crate::meter::Meter;
+use crate::limits::TIMELINE_EVENTS_MAX;
+use crate::meter::{Lap, Meter};
 use crate::model::resident::Plan;
 pub use crate::ops::Activations;
 use crate::ops::Compute;
 use crate::ops::room::Room;
 use crate::ops::rope::Rope;
-use crate::store::{Checks, ExpertStore, ExpertTable, trace};
+use crate::store::{Checks, ExpertStore, ExpertTable, ReadRecord, trace};
 pub use crate::store::{Hung, Notice, Verify, Watch};
+use auto::Chooser;
 use budget::{Budget, Demand};
 pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory, Switch};
 pub use error::EngineError;
@@ -59,6 +65,10 @@ pub struct Engine {
     traced: trace::Header,
     load: Duration,
     times: Times,
+    /// Decides whether reads and arithmetic overlap, where that is left to measuring.
+    pipeline: Option<Chooser>,
+    /// The same of reading ahead.
+    prefetch: Option<Chooser>,
     /// Counters of the device when the last generation began.
     device_before: DeviceStats,
     /// And those of each drive.
@@ -127,17 +137,26 @@ impl Engine {
         }
         let (device_before, drives_before) = (experts.store.device().stats(), experts.store.device().drives());
 
+        // What names the stages is made from the model, so that a graph that cannot run is our fault.
+        let graph = StageGraph::new(&checkpoint.arch, config.prefetch != Switch::Off);
+        if let Err(fault) = graph.check() {
+            panic!("the stages of a step: {fault}");
+        }
         let opened_in = checkpoint.took();
         let traced = traced(&checkpoint, &experts.store);
         let arch = checkpoint.arch;
         let team = Team::new(config.threads);
         let compute = Compute { kernels: p.kernels, team, activations: config.activations };
+        let kept = if config.timeline { TIMELINE_EVENTS_MAX } else { 0 };
+        if config.timeline {
+            experts.store.record_reads(kept);
+        }
         Ok(Engine {
             experts,
             drafting,
             kv: KvCache::new(&arch, p.context, p.sparse),
             state: p.state,
-            meter: Meter::new(),
+            meter: Meter::with_timeline(kept),
             sampler: p.sampler,
             prompt_form: p.prompt_form,
             decode_form: p.decode_form,
@@ -148,6 +167,8 @@ impl Engine {
             traced,
             load: opened_in + started.elapsed(),
             times: Times::default(),
+            pipeline: (config.pipeline == Switch::Auto).then(|| Chooser::new(true)),
+            prefetch: (config.prefetch == Switch::Auto).then(|| Chooser::new(true)),
             device_before,
             drives_before,
             model: Model { rope: p.rope, compute, arch, resident, sparse: p.sparse },
@@ -268,6 +289,9 @@ impl Prepared {
         let rope = Rope::new(arch.rope_theta, arch.attention.rope, context, &mut room);
         let sampler = Sampler::new(arch.vocab);
         room.add(sampler.bytes());
+        if config.timeline {
+            room.add(TIMELINE_EVENTS_MAX * (size_of::<Lap>() + size_of::<ReadRecord>()));
+        }
         let rebuilt = if explicit { shape_of(arch).rebuilt(threads, context) } else { 0 };
         let demand = Demand {
             ram: None,

@@ -7,6 +7,8 @@ use millstream_io::{Access, IoMode};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::Engine;
+use super::overlap::judge;
+pub use super::overlap::{OverlapStats, Verdict};
 use crate::checkpoint::arch::Family;
 use crate::meter::Stage;
 
@@ -63,6 +65,12 @@ pub struct Stats {
     pub experts: ExpertStats,
     /// What memory is used for.
     pub memory: MemoryStats,
+    /// What bound the decode; none where nothing was decoded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub verdict: Option<Verdict>,
+    /// What to change.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub advice: Option<String>,
 }
 
 /// The version of the field names, always 1.
@@ -213,19 +221,6 @@ pub struct DriveUse {
     pub errors: u64,
 }
 
-/// Disk against arithmetic, during decode.
-#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
-pub struct OverlapStats {
-    /// Time with at least one read in flight.
-    pub disk_busy_s: f64,
-    /// Time spent computing.
-    pub compute_busy_s: f64,
-    /// Wall time.
-    pub wall_s: f64,
-    /// The longer of the two divided by the wall time: 1 is perfect overlap.
-    pub efficiency: f64,
-}
-
 /// Where experts came from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct ExpertStats {
@@ -315,6 +310,7 @@ impl Engine {
             wall_s: wall.as_secs_f64(),
             stages: Stages(stages.filter(|(_, stage)| stage.n > 0).collect()),
             io: self.io_stats(),
+            overlap: times.prefill.and_then(|_| self.readings().since(&times.before_decode)),
             experts: ExpertStats {
                 requested: store.requested,
                 hit_cached: store.hits,
@@ -409,6 +405,14 @@ impl Stats {
         }
         self.experts.hit_rate = (self.experts.requested > 0)
             .then(|| 1.0 - self.experts.missed.min(self.experts.requested) as f64 / self.experts.requested as f64);
+        if let Some(overlap) = self.overlap.filter(|_| self.decode_steps > 0) {
+            // Of the whole generation, which the verdict is about the longer part of.
+            let attention = self.stages.0.iter().find(|(name, _)| *name == Stage::Attention.name());
+            let share = if self.wall_s > 0.0 { overlap.wall_s / self.wall_s } else { 1.0 };
+            let attention_s = attention.map_or(0.0, |(_, stage)| stage.busy_s * share);
+            let (verdict, advice) = judge(&overlap, attention_s, self.experts.hit_rate);
+            (self.verdict, self.advice) = (Some(verdict), Some(advice));
+        }
         self.round();
     }
 
@@ -425,6 +429,11 @@ impl Stats {
         rates.flatten().for_each(|rate| *rate = rounded(*rate, 1e6));
         times.for_each(|time| *time = rounded(*time, 1e9));
         io.drives.iter_mut().for_each(|drive| drive.busy_s = rounded(drive.busy_s, 1e9));
+        if let Some(overlap) = &mut self.overlap {
+            let OverlapStats { disk_busy_s, compute_busy_s, wait_s, wall_s, efficiency } = overlap;
+            [disk_busy_s, compute_busy_s, wait_s, wall_s].into_iter().for_each(|time| *time = rounded(*time, 1e9));
+            *efficiency = rounded(*efficiency, 1e6);
+        }
         for (_, stage) in &mut self.stages.0 {
             stage.busy_s = rounded(stage.busy_s, 1e9);
             stage.p50_us = rounded(stage.p50_us, 1e3);

@@ -10,6 +10,7 @@ mod executor;
 mod lookahead;
 mod moe;
 mod mtp;
+pub mod stages;
 mod state;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -119,8 +120,10 @@ pub fn step(
         if step.cancel.load(Ordering::Relaxed) {
             return Err(ForwardError::Cancelled);
         }
+        meter.enter(Some(layer.index as u16));
         decoder_layer(model, layer, experts, cache, state, meter, rows, step.form)?;
     }
+    meter.enter(None);
     kv.advance(rows.count);
     head(model, &model.resident.head, &model.resident.final_norm, state, rows.count, step.logits);
     meter.lap(Stage::Head);
@@ -147,6 +150,10 @@ fn decoder_layer(
     norm::rms_rows(&state.x[..used], &layer.post_norm, model.arch.norm_eps, &mut state.normed[..used]);
     match &layer.mlp {
         MlpWeights::Dense(mlp) => {
+            if experts.wants_hints() {
+                state.lookahead.guess(model, layer.index, &state.x[..used], experts);
+                meter.lap(Stage::Hint);
+            }
             let input = model.compute.input(&state.normed[..used], rows.count, model.arch.hidden, &mut state.quantized);
             moe::gated_mlp(model, mlp, &input, &mut state.mlp, &mut state.branch[..used]);
             add(&mut state.x[..used], &state.branch[..used]);

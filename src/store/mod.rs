@@ -27,6 +27,7 @@ use millstream_io::{Completion, Device, FileSet, IoError, Priority, Read, Reject
 use thiserror::Error;
 
 use crate::kernels::WeightRef;
+use crate::meter::Recent;
 pub use checks::{Checks, Damaged, SAMPLE_ONE_IN, Verify};
 use guesses::Guesses;
 use lru::Lru;
@@ -160,6 +161,24 @@ pub struct ExpertStore {
     watch: Option<(Watch, Arc<FileSet>)>,
     checks: Checks,
     stats: StoreStats,
+    /// When the read into each slot was submitted, and the last reads; empty unless reads are recorded.
+    submitted: Vec<Instant>,
+    reads: Recent<ReadRecord>,
+}
+
+/// A read that is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReadRecord {
+    /// What was read.
+    pub key: ExpertKey,
+    /// Whether it was a guess until the end.
+    pub guess: bool,
+    /// Whether it was whole.
+    pub well: bool,
+    /// When it was submitted.
+    pub submitted: Instant,
+    /// From then to its completion.
+    pub service: Duration,
 }
 
 const NO_SLOT: u32 = u32::MAX;
@@ -182,6 +201,8 @@ impl ExpertStore {
             watch: None,
             checks: Checks::off(),
             stats: StoreStats::default(),
+            submitted: vec![],
+            reads: Recent::new(0),
             table,
             device,
             pool,
@@ -193,6 +214,17 @@ impl ExpertStore {
         self.checks = checks;
     }
 
+    /// From now on keeps the last `most` reads.
+    pub fn record_reads(&mut self, most: usize) {
+        self.submitted = vec![Instant::now(); self.slots.len()];
+        self.reads = Recent::new(most);
+    }
+
+    /// The last reads since the last [`ExpertStore::reset_stats`], in the order in which they came in, where they are kept.
+    pub fn reads(&self) -> impl Iterator<Item = &ReadRecord> {
+        self.reads.iter()
+    }
+
     /// Counters since the start or the last [`ExpertStore::reset_stats`].
     pub fn stats(&self) -> StoreStats {
         self.stats
@@ -201,6 +233,7 @@ impl ExpertStore {
     /// Sets the counters to zero.
     pub fn reset_stats(&mut self) {
         self.stats = StoreStats::default();
+        self.reads.clear();
     }
 
     /// The device, for its report and counters.
@@ -386,6 +419,9 @@ impl ExpertStore {
         self.slots[slot as usize] = Content::InFlight { key, wanted: priority == Priority::Demand };
         self.slot_of[self.table.index(key)] = slot;
         self.lru.pin(slot);
+        if let Some(submitted) = self.submitted.get_mut(slot as usize) {
+            *submitted = Instant::now();
+        }
         self.device.submit(read, slab).map_err(|rejected| {
             self.clear(slot, key);
             rejected.why
@@ -454,6 +490,9 @@ impl ExpertStore {
         if result == Err(IoError::Cancelled) {
             self.taken_back(slot, key, wanted, slab);
             return Ok(true);
+        }
+        if let Some(&submitted) = self.submitted.get(slot as usize) {
+            self.reads.push(ReadRecord { key, guess: !wanted, well: result.is_ok(), submitted, service });
         }
         self.stats.reads += 1;
         self.stats.bytes += bytes;
