@@ -25,7 +25,7 @@ pub struct SynthArgs {
     /// Directory of the model; created when it is not there, refused when it holds anything
     #[arg(value_name = "DST")]
     destination: PathBuf,
-    /// Whose shapes: glm-5.2, or small for tests
+    /// Whose shapes: glm-5.2, medium for measuring, or small for tests
     #[arg(long, value_name = "NAME", default_value = Preset::ALL[0].name)]
     preset: Preset,
     /// Decoder layers [default: as many as the model has]

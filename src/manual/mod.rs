@@ -11,3 +11,6 @@ pub mod files {}
 
 #[doc = include_str!("reading.md")]
 pub mod reading {}
+
+#[doc = include_str!("pipeline.md")]
+pub mod pipeline {}

@@ -31,8 +31,9 @@ pub struct Preset {
 
 impl Preset {
     /// All of them; the first is the default.
-    pub const ALL: [Preset; 2] = [
+    pub const ALL: [Preset; 3] = [
         Preset { name: "glm-5.2", config: include_str!("presets/glm-5.2.json") },
+        Preset { name: "medium", config: include_str!("presets/medium.json") },
         Preset { name: "small", config: include_str!("presets/small.json") },
     ];
 }
