@@ -84,6 +84,10 @@ pub const CHECK_SLAB_BYTES_MAX: usize = 8 << 20;
 pub const CHECK_WORKERS_MAX: usize = 4;
 /// Bytes of one step in a routing trace: every layer's choices and guesses for as many rows as a step may have.
 pub const MAX_TRACE_STEP_BYTES: usize = 1 << 28;
+/// Bytes of a usage history that is read: one number for every expert that a model may have.
+pub const MAX_HISTORY_BYTES: u64 = 1 << 28;
+/// Percent of the expert cache that a history of selections may pin.
+pub const PIN_SHARE_PERCENT_MAX: u64 = 50;
 /// Bytes of a routing trace that is read: a million tokens of the largest published model.
 pub const MAX_TRACE_BYTES: u64 = 1 << 30;
 

@@ -3,14 +3,15 @@
 //! All of a request must be there together, so what the request itself wants is held and not given up; among the rest the
 //! one with the farthest next use is still the best choice, as a search of all choices shows (see the tests).
 
-use super::counters::Cached;
-use super::{Key, Policy, Wanted};
+use super::cached::Cached;
+use super::{Key, Layers, Policy, Wanted};
 
 /// Later than any request.
 const NEVER: u64 = u64::MAX;
 
 /// A policy for one replay, of the requests it was made for.
 pub struct Belady {
+    layers: Layers,
     /// For each expert wanted, in the order of requests: which later one wants it again.
     next_uses: Vec<u64>,
     /// Experts wanted so far.
@@ -21,9 +22,12 @@ pub struct Belady {
 }
 
 impl Belady {
-    /// For `requests` over `keys` experts.
-    pub fn new<'a>(keys: usize, requests: impl DoubleEndedIterator<Item = &'a [Wanted]> + ExactSizeIterator) -> Belady {
-        let mut next = vec![NEVER; keys];
+    /// For `requests` of `layers`.
+    pub fn new<'a>(
+        layers: &Layers,
+        requests: impl DoubleEndedIterator<Item = &'a [Wanted]> + ExactSizeIterator,
+    ) -> Belady {
+        let mut next = vec![NEVER; layers.keys()];
         let mut next_uses = Vec::new();
         let count = requests.len() as u64;
         for (before, wanted) in requests.rev().enumerate() {
@@ -33,7 +37,7 @@ impl Belady {
             }
         }
         next_uses.reverse();
-        Belady { next_uses, at: 0, next, cached: Cached::new(keys) }
+        Belady { layers: layers.clone(), next_uses, at: 0, next, cached: Cached::new(layers) }
     }
 }
 
@@ -42,6 +46,7 @@ impl Policy for Belady {
         for &Wanted { key, .. } in wanted {
             self.next[key as usize] = self.next_uses[self.at];
             self.at += 1;
+            self.cached.changed(self.layers.of(key));
         }
     }
 
@@ -50,7 +55,8 @@ impl Policy for Belady {
     fn miss(&mut self, _key: Key) {}
 
     fn victim(&mut self, held: &dyn Fn(Key) -> bool) -> Option<Key> {
-        self.cached.least(|key| NEVER - self.next[key as usize], held)
+        let Belady { next, cached, .. } = self;
+        cached.least(|key| NEVER - next[key as usize], |_, worth| worth, held)
     }
 
     fn evict(&mut self, key: Key) {

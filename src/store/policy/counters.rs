@@ -1,6 +1,6 @@
-//! How often and how lately each expert was chosen, and the cached ones in a row to be compared.
+//! How often and how lately each expert was chosen.
 
-use super::{Key, Layers, Wanted};
+use super::{Key, Layers, Past, Wanted};
 
 /// Heat of one selection. Fixed point, so that halving keeps what a few selections leave.
 const ONE: u32 = 256;
@@ -26,6 +26,22 @@ impl Counters {
     pub(super) fn new(layers: &Layers) -> Counters {
         let keys = layers.keys();
         Counters { layers: layers.clone(), heat: vec![0; keys], last: vec![0; keys], visits: vec![0; layers.count()] }
+    }
+
+    /// Begins as if each layer had been visited so often, at the rates of the past.
+    pub(super) fn remember(&mut self, past: &Past) {
+        for layer in 0..self.layers.count() {
+            let range = self.layers.range(layer);
+            let total: u64 = past.usage[range.clone()].iter().sum();
+            if total == 0 {
+                continue;
+            }
+            let heat_of_all = u128::from(past.top_k) * u128::from(past.visits) * u128::from(ONE);
+            for key in range {
+                self.heat[key] = (u128::from(past.usage[key]) * heat_of_all / u128::from(total)) as u32;
+            }
+            self.visits[layer] = past.visits;
+        }
     }
 
     /// `rows` rows of a layer chose `wanted`, which is not empty. Returns the layer.
@@ -69,44 +85,5 @@ impl Counters {
     fn window(&self, layer: usize) -> u32 {
         let visits = self.visits[layer];
         visits.min(DECAY_VISITS + visits % DECAY_VISITS).max(1)
-    }
-}
-
-/// The cached experts, in no order, for policies that look at all of them.
-pub(super) struct Cached {
-    keys: Vec<Key>,
-    /// Where each expert stands in `keys`.
-    place: Vec<u32>,
-}
-
-const NOWHERE: u32 = u32::MAX;
-
-impl Cached {
-    /// None of the experts below `keys`.
-    pub(super) fn new(keys: usize) -> Cached {
-        Cached { keys: Vec::with_capacity(keys), place: vec![NOWHERE; keys] }
-    }
-
-    pub(super) fn insert(&mut self, key: Key) {
-        self.place[key as usize] = self.keys.len() as u32;
-        self.keys.push(key);
-    }
-
-    /// Takes `key` out, where it is there.
-    pub(super) fn remove(&mut self, key: Key) {
-        let place = std::mem::replace(&mut self.place[key as usize], NOWHERE);
-        if place != NOWHERE {
-            self.keys.swap_remove(place as usize);
-            if let Some(&moved) = self.keys.get(place as usize) {
-                self.place[moved as usize] = place;
-            }
-        }
-    }
-
-    /// The expert of least worth, the lowest number first among equals. Looks at all of them: a few nanoseconds each, once
-    /// a read, which takes milliseconds where experts are many.
-    pub(super) fn least(&self, worth: impl Fn(Key) -> u64, held: &dyn Fn(Key) -> bool) -> Option<Key> {
-        let candidates = self.keys.iter().copied().filter(|&key| !held(key));
-        candidates.min_by_key(|&key| (worth(key), key))
     }
 }

@@ -1,7 +1,8 @@
 //! Frequency with decay; recency only breaks close calls.
 
-use super::counters::{Cached, Counters};
-use super::{Key, Layers, Policy, Wanted};
+use super::cached::Cached;
+use super::counters::Counters;
+use super::{Key, Layers, Past, Policy, Wanted};
 
 pub(super) struct Lfru {
     layers: Layers,
@@ -11,13 +12,14 @@ pub(super) struct Lfru {
 
 impl Lfru {
     pub(super) fn new(layers: &Layers) -> Lfru {
-        Lfru { layers: layers.clone(), counters: Counters::new(layers), cached: Cached::new(layers.keys()) }
+        Lfru { layers: layers.clone(), counters: Counters::new(layers), cached: Cached::new(layers) }
     }
 }
 
 impl Policy for Lfru {
     fn request(&mut self, rows: u32, wanted: &[Wanted]) {
-        self.counters.request(rows, wanted);
+        let layer = self.counters.request(rows, wanted);
+        self.cached.changed(layer);
     }
 
     fn hit(&mut self, _key: Key) {}
@@ -25,7 +27,8 @@ impl Policy for Lfru {
     fn miss(&mut self, _key: Key) {}
 
     fn victim(&mut self, held: &dyn Fn(Key) -> bool) -> Option<Key> {
-        self.cached.least(|key| self.counters.score(key, self.layers.of(key)), held)
+        let Lfru { layers, counters, cached } = self;
+        cached.least(|key| counters.score(key, layers.of(key)), |_, score| score, held)
     }
 
     fn evict(&mut self, key: Key) {
@@ -38,5 +41,10 @@ impl Policy for Lfru {
 
     fn forget(&mut self, key: Key) {
         self.cached.remove(key);
+    }
+
+    fn remember(&mut self, past: &Past) -> bool {
+        self.counters.remember(past);
+        true
     }
 }

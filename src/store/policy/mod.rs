@@ -6,11 +6,13 @@
 
 mod arc;
 pub mod belady;
+mod cached;
 mod counters;
 mod hazard;
 mod lfru;
 mod lookahead;
 mod lru;
+mod pins;
 mod queues;
 mod s3_fifo;
 #[cfg(test)]
@@ -19,6 +21,8 @@ mod two_queues;
 
 use std::fmt;
 use std::str::FromStr;
+
+pub use pins::{CONFIDENT_SELECTIONS, Pins};
 
 /// A routed expert as a number: experts are numbered layer after layer.
 pub type Key = u32;
@@ -30,6 +34,27 @@ pub struct Wanted {
     pub key: Key,
     /// Rows that chose it.
     pub rows: u32,
+}
+
+/// What was chosen in earlier runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Past<'a> {
+    /// Selections of every expert.
+    pub usage: &'a [u64],
+    /// Experts a row chooses.
+    pub top_k: u32,
+    /// Visits of each layer that it counts for.
+    pub visits: u32,
+}
+
+impl<'a> Past<'a> {
+    /// A history, trusted the more the longer it is.
+    pub fn of(usage: &'a [u64], top_k: u32) -> Past<'a> {
+        // Sixty-four visits were as good as twice as many where nothing changed, and better where topics did.
+        const TRUSTED_VISITS: u64 = 64;
+        let visits = TRUSTED_VISITS * pins::confidence(usage) / CONFIDENT_SELECTIONS;
+        Past { usage, top_k, visits: visits as u32 }
+    }
 }
 
 /// Orders cached experts from the first to give way to the last.
@@ -59,12 +84,18 @@ pub trait Policy {
     /// `key` turned out not to be cached: its read failed. It leaves no trace.
     fn forget(&mut self, key: Key);
 
+    /// Begins with what was chosen in earlier runs; nothing has been asked for yet. Whether the policy makes use of it: one
+    /// that counts nothing cannot.
+    fn remember(&mut self, _past: &Past) -> bool {
+        false
+    }
+
     /// The next layers are thought to ask for `keys`.
     fn hint(&mut self, _keys: &[Key]) {}
 }
 
 /// The policies, by the names people type.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PolicyKind {
     /// The one asked for longest ago gives way.
     Lru,
@@ -76,7 +107,8 @@ pub enum PolicyKind {
     S3Fifo,
     /// Frequency with decay; recency breaks ties.
     Lfru,
-    /// As [`PolicyKind::Lfru`], with the time until a layer comes round again and guesses of what it will ask for.
+    /// What is expected to be needed last gives way: by the way to its layer, by frequency and age, and by guesses.
+    #[default]
     Lookahead,
 }
 

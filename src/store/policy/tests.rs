@@ -489,7 +489,7 @@ proptest! {
             let first = (number % 2 * 3) as Key;
             (0..3).filter(|e| mask >> e & 1 == 1).map(|e| Wanted { key: first + e, rows: 1 }).collect()
         }).collect();
-        let mut belady = Belady::new(6, requests.iter().map(Vec::as_slice));
+        let mut belady = Belady::new(&Layers::new([3, 3]), requests.iter().map(Vec::as_slice));
         let (mut cached, mut misses) = (Vec::<Key>::new(), 0);
         for wanted in &requests {
             belady.request(1, wanted);

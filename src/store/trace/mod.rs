@@ -141,13 +141,14 @@ impl Trace {
         self.steps.push(step);
     }
 
-    /// Adds the steps of a trace of the same model.
-    pub fn append(&mut self, other: &Trace) {
-        assert_eq!(self.header, other.header);
-        for step in 0..other.steps() {
-            let choices = (0..other.header.layers.len()).map(|layer| other.choice(step, layer));
-            self.push(other.rows(step), other.begins(step), choices);
+    /// Some of the steps.
+    pub fn part(&self, steps: std::ops::Range<usize>) -> Trace {
+        let mut part = Trace::new(self.header.clone());
+        for step in steps {
+            let choices = (0..self.header.layers.len()).map(|layer| self.choice(step, layer));
+            part.push(self.rows(step), self.begins(step), choices);
         }
+        part
     }
 }
 
@@ -253,6 +254,8 @@ mod tests {
         assert_eq!((trace.steps(), trace.rows(1)), (2, 1));
         assert_eq!((trace.choice(1, 0).ids, trace.choice(1, 1).ids), (&[2, 3][..], &[6, 7][..]));
         assert_eq!((trace.begins(0), trace.begins(1)), (true, false));
+        let part = trace.part(1..2);
+        assert_eq!((part.steps(), part.choice(0, 1), part.begins(0)), (1, trace.choice(1, 1), false));
     }
 
     #[test]

@@ -231,9 +231,8 @@ mod tests {
 
     #[test]
     fn a_sequence_has_no_token_before_its_first() {
-        let mut two = trace(&[[&[0, 1], &[0, 1]]], &[]);
-        two.append(&trace(&[[&[0, 1], &[0, 1]]], &[]));
-        assert_eq!(Report::of(&[&two]).layers[0].previous_recall, None);
+        let one = trace(&[[&[0, 1], &[0, 1]]], &[]);
+        assert_eq!(Report::of(&[&one, &one]).layers[0].previous_recall, None);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::{Choice, Trace};
 use crate::store::policy::belady::Belady;
-use crate::store::policy::{Key, Layers, Policy, PolicyKind, Wanted};
+use crate::store::policy::{Key, Layers, Past, Pins, Policy, PolicyKind, Wanted};
 
 /// What one layer of one step asks for.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +23,7 @@ pub struct Requests {
     wanted: Vec<Wanted>,
     guessed: Vec<Key>,
     tokens: u64,
+    top_k: u32,
     expert_bytes: u64,
 }
 
@@ -70,6 +71,7 @@ impl Requests {
             wanted: vec![],
             guessed: vec![],
             tokens: 0,
+            top_k: header.top_k.into(),
             expert_bytes: header.expert_bytes.into(),
         };
         let mut rows_of = vec![0u32; header.experts.into()];
@@ -117,12 +119,32 @@ impl Requests {
 
     /// Replays through a policy, from an empty cache of `capacity` experts, at least one.
     pub fn replay(&self, kind: PolicyKind, capacity: usize) -> Outcome {
-        self.run(&mut *kind.build(&self.layers, capacity), capacity)
+        self.run(&mut *kind.build(&self.layers, capacity), capacity, &Pins::none(self.keys()))
+    }
+
+    /// Selections of each expert.
+    pub fn usage(&self) -> Vec<u64> {
+        let mut usage = vec![0; self.layers.keys()];
+        self.wanted.iter().for_each(|wanted| usage[wanted.key as usize] += u64::from(wanted.rows));
+        usage
+    }
+
+    /// As [`Requests::replay`], in a run after others: with what a history of selections says, either pinned or
+    /// remembered by the policy.
+    pub fn replay_with_history(&self, kind: PolicyKind, capacity: usize, history: &[u64], pinned: bool) -> Outcome {
+        let mut policy = kind.build(&self.layers, capacity);
+        let mut pins = Pins::none(self.keys());
+        if pinned {
+            pins = Pins::from_history(history.to_vec(), capacity);
+        } else {
+            policy.remember(&Past::of(history, self.top_k));
+        }
+        self.run(&mut *policy, capacity, &pins)
     }
 
     /// What no policy can do better.
     pub fn optimum(&self, capacity: usize) -> Outcome {
-        self.run(&mut Belady::new(self.layers.keys(), self.iter()), capacity)
+        self.run(&mut Belady::new(&self.layers, self.iter()), capacity, &Pins::none(self.keys()))
     }
 
     fn iter(&self) -> impl DoubleEndedIterator<Item = &[Wanted]> + ExactSizeIterator {
@@ -140,11 +162,11 @@ impl Requests {
         &self.guessed[begin..request.guess_end]
     }
 
-    fn run(&self, policy: &mut dyn Policy, capacity: usize) -> Outcome {
+    fn run(&self, policy: &mut dyn Policy, capacity: usize, pins: &Pins) -> Outcome {
         assert!(capacity > 0, "a cache of nothing");
         let mut cache = Cache::new(self.layers.keys(), capacity);
         for (number, wanted) in self.iter().enumerate() {
-            cache.serve(self.requests[number].rows, wanted, policy);
+            cache.serve(self.requests[number].rows, wanted, policy, pins);
             policy.hint(self.guess(number + 1));
         }
         Outcome {
@@ -179,7 +201,7 @@ impl Cache {
         }
     }
 
-    fn serve(&mut self, rows: u32, wanted: &[Wanted], policy: &mut dyn Policy) {
+    fn serve(&mut self, rows: u32, wanted: &[Wanted], policy: &mut dyn Policy, pins: &Pins) {
         policy.request(rows, wanted);
         for &Wanted { key, .. } in wanted {
             if self.is_cached[key as usize] {
@@ -193,7 +215,7 @@ impl Cache {
         }
         let missing = std::mem::take(&mut self.missing);
         for &key in &missing {
-            self.make_room(policy);
+            self.make_room(policy, pins);
             policy.insert(key);
             self.is_cached[key as usize] = true;
             self.hold(key);
@@ -214,13 +236,13 @@ impl Cache {
     }
 
     /// Takes a free slab, or a victim's; where all are held, those that came first are computed and given back.
-    fn make_room(&mut self, policy: &mut dyn Policy) {
+    fn make_room(&mut self, policy: &mut dyn Policy, pins: &Pins) {
         if self.free > 0 {
             self.free -= 1;
             return;
         }
         loop {
-            if let Some(victim) = policy.victim(&|key| self.is_held[key as usize]) {
+            if let Some(victim) = policy.victim(&|key| self.is_held[key as usize] || pins.is_pinned(key)) {
                 assert!(self.is_cached[victim as usize], "{victim} is no cached expert");
                 policy.evict(victim);
                 self.is_cached[victim as usize] = false;
