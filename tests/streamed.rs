@@ -6,8 +6,9 @@
 mod engines;
 
 use engines::{ALL_SLABS, Answer, Arithmetic, Model, Reader, Setup, answer, assert_same, has, has_ring, open};
-use millstream::engine::{Activations, AttentionForm, Depth, EngineError, Switch};
+use millstream::engine::{Activations, AttentionForm, Depth, Engine, EngineError, PolicyKind, Switch};
 use millstream::kernels::Kernels;
+use millstream::store::{ExpertKey, Tier};
 use millstream_io::{CHUNK_WHOLE, IoError, IoMode};
 use proptest::prelude::*;
 
@@ -168,11 +169,55 @@ fn lookahead_reads_ahead_and_finds_some_of_what_comes() {
         engines::greedy(&mut engine, &prompt, TOKENS).unwrap();
         let experts = engine.stats().experts;
         assert_eq!((experts.prefetch_issued > 0, experts.prefetch_used > 0), (guesses, guesses), "{experts:?}");
+        assert_eq!(experts.hit_pinned, 0);
         assert_eq!(experts.requested, experts.hit_cached + experts.hit_prefetched + experts.missed);
         assert_eq!(experts.lookahead_recall.is_some(), guesses);
         let free = engine.store().pool().free();
         assert_eq!(free + engine.store().resting(), engine.store().pool().slabs(), "nothing is in flight");
     }
+}
+
+#[test]
+fn no_policy_and_no_history_changes_a_bit() {
+    let few = Setup { slabs: 13, ..RESIDENT };
+    let setups: Vec<Setup> = PolicyKind::ALL
+        .into_iter()
+        .flat_map(|policy| {
+            let set = Setup { policy, ..few };
+            [set, Setup { history: Some(5), ..set }, Setup { history: Some(6), pins: Switch::On, ..set }]
+        })
+        .collect();
+    compare(&[Model::Tiny, Model::TalesInt4], &setups);
+}
+
+#[test]
+fn what_is_pinned_is_read_once() {
+    let arithmetic =
+        Arithmetic { model: Model::TalesInt4, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let pinning = Setup { slabs: 20, history: Some(9), pins: Switch::On, prefetch: Switch::Off, ..RESIDENT };
+    let mut engine = open(&arithmetic, &pinning).unwrap();
+    // Half of the slabs: the history is long.
+    assert_eq!(engine.store().pinned(), 10);
+    let hottest = |engine: &Engine| {
+        let usage = engine.store().usage().to_vec();
+        let mut keys: Vec<usize> = (0..usage.len()).collect();
+        keys.sort_unstable_by_key(|&key| std::cmp::Reverse(usage[key]));
+        keys.truncate(10);
+        // Layers 1 to 5 of 32 experts.
+        keys.into_iter()
+            .map(|key| ExpertKey { layer: 1 + key as u16 / 32, expert: key as u16 % 32 })
+            .collect::<Vec<_>>()
+    };
+    let pins = hottest(&engine);
+    assert!(pins.iter().all(|&key| engine.store().tier(key) == Tier::Disk), "nothing is read before it is asked for");
+    answer(&mut engine, &Model::TalesInt4.prompt(100), 30);
+    answer(&mut engine, &Model::TalesInt4.prompt(100)[50..], 30);
+    let experts = engine.stats().experts;
+    assert!(experts.hit_pinned > 0, "{experts:?}");
+    assert_eq!(experts.requested, experts.hit_pinned + experts.hit_cached + experts.missed);
+    let there = pins.iter().filter(|&&key| engine.store().tier(key) == Tier::Pinned).count();
+    assert!(there > 5, "{there} of the pins were asked for and stayed");
+    assert!(pins.iter().all(|&key| engine.store().tier(key) != Tier::Cached));
 }
 
 #[test]
@@ -247,6 +292,9 @@ proptest! {
         ],
         pipeline in prop::sample::select(vec![Switch::Auto, Switch::On, Switch::Off]),
         prefetch in prop::sample::select(vec![Switch::Auto, Switch::On, Switch::Off]),
+        policy in prop::sample::select(PolicyKind::ALL.to_vec()),
+        pins in prop::sample::select(vec![Switch::Auto, Switch::On, Switch::Off]),
+        history in prop_oneof![Just(None), (0..1u64 << 32).prop_map(Some)],
         io in prop::sample::select(vec![IoMode::Auto, IoMode::Buffered, IoMode::Drop]),
         depth in prop_oneof![Just(Depth::Auto), (1..5u32).prop_map(Depth::Slabs), (1..9u64).prop_map(|n| Depth::Bytes(n << 16))],
         chunk in prop::sample::select(vec![None, Some(65536), Some(1 << 20), Some(CHUNK_WHOLE)]),
@@ -270,6 +318,9 @@ proptest! {
             isa: Some(isa.get(&isas).isa),
             pipeline,
             prefetch,
+            policy,
+            pins,
+            history,
         };
         let mut engine = open(arithmetic, &setup).unwrap();
         if warm {

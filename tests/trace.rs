@@ -7,8 +7,9 @@ use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 
 use millstream::checkpoint::Checkpoint;
-use millstream::engine::{Engine, EngineConfig, Memory};
-use millstream::store::trace::{Trace, TraceError};
+use millstream::engine::{Engine, EngineConfig, Memory, PolicyKind, Switch};
+use millstream::store::trace::simulate::Requests;
+use millstream::store::trace::{Recorder, Trace, TraceError};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -147,6 +148,33 @@ fn a_cache_of_everything_misses_first_uses_only() {
     let again = trace(&["simulate", &file, &file, "--budgets", "100%", "--policies", "lru", "--json"]);
     let twice = json(&done(again))["policies"]["lru"][0].as_f64().unwrap();
     assert!((twice - (1.0 - different.len() as f64 / 1200.0)).abs() < 1e-6, "the second is replayed with a warm cache");
+}
+
+/// The store and the replay are two programs: they agree on every hit.
+#[test]
+fn a_replay_hits_as_often_as_the_engine_did() {
+    let prompt: Vec<u32> = (0..150).map(|i| (i * i * 31 + i * 17 + 5) % 4096).collect();
+    for slabs in [21, 60] {
+        for policy in PolicyKind::ALL {
+            let config = EngineConfig {
+                memory: Memory::Slabs(slabs),
+                context: Some(256),
+                prefill_rows: 1,
+                policy,
+                prefetch: Switch::Off,
+                ..EngineConfig::new(0)
+            };
+            let mut engine = Engine::open(Checkpoint::open(&tales()).unwrap(), &config).unwrap();
+            let mut recorder = Recorder::new(engine.traced().clone());
+            recorder.begin(true);
+            let cancel = std::sync::atomic::AtomicBool::new(false);
+            engine.route(&prompt, &cancel, &mut |layer, ids, _| recorder.saw(layer, ids)).unwrap();
+            let replayed = Requests::of(&[&recorder.finish()]).replay(policy, slabs);
+            let stats = engine.store().stats();
+            assert_eq!((stats.requested, stats.hits), (replayed.requested, replayed.hits), "{policy}, {slabs} slabs");
+            assert!(stats.misses > 200, "{policy}: {stats:?}");
+        }
+    }
 }
 
 #[test]

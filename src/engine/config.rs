@@ -9,6 +9,7 @@ use crate::kernels::Isa;
 use crate::limits::{MAX_ROWS, MAX_THREADS, MIN_SLABS};
 use crate::ops::Activations;
 use crate::store::Verify;
+use crate::store::policy::PolicyKind;
 
 /// Context when neither the user nor a smaller model says otherwise: the cache of a longer one costs memory up front.
 pub const DEFAULT_CONTEXT: usize = 4096;
@@ -102,6 +103,12 @@ pub struct EngineConfig {
     pub prefetch: Switch,
     /// Whether to keep what was done when, for [`super::Engine::timeline`].
     pub timeline: bool,
+    /// Which cached expert gives way to another.
+    pub policy: PolicyKind,
+    /// How often each expert was chosen in earlier runs, by layer, then by number; empty where nothing is known.
+    pub history: Vec<u64>,
+    /// Whether the hottest by that history are kept in memory whatever the policy says.
+    pub pins: Switch,
     /// Memory for experts.
     pub memory: Memory,
     /// Bytes the machine and its control group have left.
@@ -155,6 +162,9 @@ impl EngineConfig {
             pipeline: Switch::Auto,
             prefetch: Switch::Auto,
             timeline: false,
+            policy: PolicyKind::default(),
+            history: Vec::new(),
+            pins: Switch::Auto,
             memory: Memory::Total(None),
             available_bytes,
             threads: 1,

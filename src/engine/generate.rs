@@ -248,6 +248,7 @@ impl Engine {
     fn begin(&mut self, prompt_tokens: usize) {
         self.kv.truncate(0);
         self.experts.store.reset_stats();
+        self.experts.store.exchange_pins();
         self.state.lookahead.reset();
         self.device_before = self.experts.store.device().stats();
         self.drives_before = self.experts.store.device().drives();

@@ -32,6 +32,7 @@ pub use crate::ops::Activations;
 use crate::ops::Compute;
 use crate::ops::room::Room;
 use crate::ops::rope::Rope;
+pub use crate::store::policy::PolicyKind;
 use crate::store::{Checks, ExpertStore, ExpertTable, ReadRecord, trace};
 pub use crate::store::{Hung, Notice, Verify, Watch};
 use auto::Chooser;
@@ -119,9 +120,18 @@ impl Engine {
             }
             let mut store = ExpertStore::new(table, device, pool);
             store.set_checks(checks.next().unwrap_or_else(Checks::off));
+            store.set_policy(config.policy);
             Ok(store)
         };
         let mut experts = Streamed::new(store(p.table, p.budget.slabs)?, p.scratch);
+        if !config.history.is_empty() {
+            let pin = match config.pins {
+                Switch::Auto => None,
+                Switch::On => Some(true),
+                Switch::Off => Some(false),
+            };
+            experts.store.remember(config.history.clone(), checkpoint.arch.moe.top_k, pin);
+        }
         let mut drafting = match p.drafting {
             Some((table, scratch)) => Some(Streamed::new(store(table, p.budget.mtp_slabs)?, scratch)),
             None => None,

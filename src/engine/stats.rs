@@ -226,7 +226,9 @@ pub struct DriveUse {
 pub struct ExpertStats {
     /// Experts asked for by layers.
     pub requested: u64,
-    /// Of those, found in the cache, where an earlier layer or token had asked for them.
+    /// Of those, found in the cache and pinned there.
+    pub hit_pinned: u64,
+    /// Of those, found in the rest of the cache, where an earlier layer or token had asked for them.
     pub hit_cached: u64,
     /// Of those, found in the cache thanks to a guess.
     pub hit_prefetched: u64,
@@ -313,7 +315,8 @@ impl Engine {
             overlap: times.prefill.and_then(|_| self.readings().since(&times.before_decode)),
             experts: ExpertStats {
                 requested: store.requested,
-                hit_cached: store.hits,
+                hit_pinned: store.pinned,
+                hit_cached: store.hits - store.pinned,
                 hit_prefetched: store.prefetched,
                 missed: store.misses,
                 hit_rate: None,

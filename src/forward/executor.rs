@@ -183,7 +183,9 @@ impl Streamed {
 impl ExpertExecutor for Streamed {
     fn request(&mut self, call: &ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError> {
         self.scratch.group(call.ids);
-        self.store.request(call.layer, &self.scratch.union)?;
+        let ExpertScratch { union, starts, .. } = &self.scratch;
+        let rows = call.ids.len() / call.top_k;
+        self.store.request_for(rows as u32, call.layer, union, |i| starts[i + 1] - starts[i])?;
         meter.lap(Stage::Request);
         self.wait_unless_overlapped(meter)
     }

@@ -2,7 +2,7 @@
 //!
 //! A guess is for one layer. It may take an empty slot, or the slot that the next miss would take: the cache's own
 //! measure says that nothing is worth less than what is there, and the router's score says that the guess is worth
-//! more. What keeps a run of bad guesses from emptying the cache is the bound on slots that hold guesses, all layers
+//! more. Until its layer has asked, the cache's policy knows nothing of it, and it is no victim. What keeps a run of bad guesses from emptying the cache is the bound on slots that hold guesses, all layers
 //! together; it also leaves demand the slots it needs. The request of the layer judges: what it asks for becomes an
 //! ordinary member of the cache, everything else is taken back from the device's queue where its read has not begun, and
 //! is the next victim where it has.
@@ -120,6 +120,9 @@ impl ExpertStore {
     /// there is read as far as there are slots for guesses, behind everything that is waited for. Never waits. What
     /// cannot be read now is forgotten: the request will read it.
     pub fn hint(&mut self, layer: usize, experts: &[u16]) {
+        for &expert in experts {
+            self.placement.hint(self.table.index(ExpertKey { layer: layer as u16, expert }) as u32);
+        }
         // While a miss waits for a slab, a guess would take it away.
         if self.dead.is_some() || !self.missing.is_empty() {
             return;
@@ -161,7 +164,7 @@ impl ExpertStore {
                 unreachable!("slot {slot} holds a guess and no expert")
             };
             self.waste(key);
-            self.lru.forget(slot);
+            self.placement.discard(slot, self.table.index(key) as u32);
         }
         // Guesses for later layers go with them: the next hint is the better one.
         self.guesses.has_wrong_in_flight() && self.device.cancel_lookahead() > 0
@@ -173,10 +176,10 @@ impl ExpertStore {
             self.guesses.used(slot);
             return;
         }
-        self.lru.unpin(slot);
+        self.placement.let_go(slot);
         if self.guesses.arrived(slot) == Fate::Wrong {
             self.waste(key);
-            self.lru.forget(slot);
+            self.placement.discard(slot, self.table.index(key) as u32);
         }
     }
 

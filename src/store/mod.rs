@@ -11,7 +11,8 @@
 
 mod checks;
 mod guesses;
-mod lru;
+pub mod history;
+mod placement;
 pub mod policy;
 mod table;
 #[cfg(test)]
@@ -30,7 +31,9 @@ use crate::kernels::WeightRef;
 use crate::meter::Recent;
 pub use checks::{Checks, Damaged, SAMPLE_ONE_IN, Verify};
 use guesses::Guesses;
-use lru::Lru;
+use placement::Placement;
+pub use placement::Tier;
+use policy::{Key, PolicyKind, Wanted};
 pub use table::{ExpertTable, TableError};
 pub use watch::{Hung, Notice, Watch};
 
@@ -73,6 +76,8 @@ pub struct StoreStats {
     pub requested: u64,
     /// Requests served from a slab that an earlier request had filled.
     pub hits: u64,
+    /// Of those, experts that are pinned.
+    pub pinned: u64,
     /// Requests served from a slab that a guess had filled, for the first time.
     pub prefetched: u64,
     /// Requests that had to wait for a read, late guesses included.
@@ -145,7 +150,7 @@ pub struct ExpertStore {
     slots: Vec<Content>,
     /// Slot of each expert that has one, its read done or not, by `table.index(key)`.
     slot_of: Vec<u32>,
-    lru: Lru,
+    placement: Placement,
     /// Experts of the current request that have no slab yet, in file order.
     missing: VecDeque<ExpertKey>,
     /// Pinned slots of the current request that are resting and not yet lent.
@@ -191,7 +196,7 @@ impl ExpertStore {
         ExpertStore {
             slots: (0..slots).map(|_| Content::Empty).collect(),
             slot_of: vec![NO_SLOT; table.experts()],
-            lru: Lru::new(slots),
+            placement: Placement::new(PolicyKind::default(), table.routed_layers(), slots),
             missing: VecDeque::with_capacity(widest),
             ready: VecDeque::with_capacity(widest),
             awaited: 0,
@@ -223,6 +228,47 @@ impl ExpertStore {
     /// The last reads since the last [`ExpertStore::reset_stats`], in the order in which they came in, where they are kept.
     pub fn reads(&self) -> impl Iterator<Item = &ReadRecord> {
         self.reads.iter()
+    }
+
+    /// From now on evicts by another policy. Nothing may have been asked for yet.
+    pub fn set_policy(&mut self, kind: PolicyKind) {
+        self.placement.set_policy(kind);
+    }
+
+    /// Goes on from a history: how often each expert was chosen in earlier runs, `top_k` experts a row. Nothing may have
+    /// been asked for yet. `pin` says whether the hottest are pinned; by default they are where the policy itself can
+    /// make no use of a history.
+    ///
+    /// What is pinned stays once it was read, and is read when it is asked for: reading it before would delay the first
+    /// token by what it saves later.
+    pub fn remember(&mut self, usage: Vec<u64>, top_k: usize, pin: Option<bool>) {
+        self.placement.remember(usage, top_k, pin);
+    }
+
+    /// How often each expert was chosen, since ever as far as is known: by layer, then by number.
+    pub fn usage(&self) -> &[u64] {
+        self.placement.pins().usage()
+    }
+
+    /// Experts that are pinned.
+    pub fn pinned(&self) -> usize {
+        self.placement.pins().count()
+    }
+
+    /// Between generations: exchanges the coldest pins for experts that have become clearly hotter. Returns how many.
+    pub fn exchange_pins(&mut self) -> usize {
+        self.placement.exchange_pins()
+    }
+
+    /// Where an expert is now.
+    pub fn tier(&self, key: ExpertKey) -> Tier {
+        let number = self.table.index(key);
+        let slot = self.slot_of[number];
+        match slot != NO_SLOT && matches!(self.slots[slot as usize], Content::Resting(..)) {
+            false => Tier::Disk,
+            true if self.placement.pins().is_pinned(number as Key) => Tier::Pinned,
+            true => Tier::Cached,
+        }
     }
 
     /// Counters since the start or the last [`ExpertStore::reset_stats`].
@@ -262,6 +308,17 @@ impl ExpertStore {
     /// The previous request must have been served to its end or have failed; where it was given up, its reads are waited
     /// for first. Leases may still be held, but not of every slab.
     pub fn request(&mut self, layer: usize, experts: &[u16]) -> Result<(), StoreError> {
+        self.request_for(1, layer, experts, |_| 1)
+    }
+
+    /// As [`ExpertStore::request`] for `rows` rows, of which `rows_of(i)` chose `experts[i]`.
+    pub fn request_for(
+        &mut self,
+        rows: u32,
+        layer: usize,
+        experts: &[u16],
+        rows_of: impl Fn(usize) -> u32,
+    ) -> Result<(), StoreError> {
         assert!(
             self.missing.is_empty() && self.ready.is_empty() && (self.awaited == 0 || self.given_up),
             "a request is still being served"
@@ -274,15 +331,20 @@ impl ExpertStore {
         if self.guesses.in_flight() > 0 {
             while self.reap_or_abandon(Wait::No)? {}
         }
+        let number = |expert| self.table.index(ExpertKey { layer: layer as u16, expert }) as Key;
+        let wanted = experts.iter().enumerate().map(|(i, &expert)| Wanted { key: number(expert), rows: rows_of(i) });
+        self.placement.request(rows, wanted);
         for &expert in experts {
             let key = ExpertKey { layer: layer as u16, expert };
+            let number = self.table.index(key);
             self.stats.requested += 1;
-            match self.slot_of[self.table.index(key)] {
+            match self.slot_of[number] {
                 NO_SLOT => {
                     self.stats.misses += 1;
+                    self.placement.miss(number as Key);
                     self.missing.push_back(key);
                 }
-                slot => self.want(slot),
+                slot => self.want(slot, number as Key),
             }
         }
         if self.judge_guesses(layer) {
@@ -352,7 +414,7 @@ impl ExpertStore {
 
     /// Gives a lease back; its slab may now be evicted, and a read that waited for one is submitted.
     pub fn release(&mut self, lease: Lease) -> Result<(), StoreError> {
-        self.lru.unpin(lease.slot);
+        self.placement.let_go(lease.slot);
         self.submit_missing()
     }
 
@@ -369,17 +431,19 @@ impl ExpertStore {
 
     fn unpin_ready(&mut self) {
         while let Some(slot) = self.ready.pop_front() {
-            self.lru.unpin(slot);
+            self.placement.let_go(slot);
         }
     }
 
-    /// Takes a slot that holds a requested expert, or that it is being read into, for the request.
-    fn want(&mut self, slot: u32) {
+    /// Takes the slot that holds requested expert `number`, or that it is being read into, for the request.
+    fn want(&mut self, slot: u32, number: Key) {
         let guessed = self.guesses.used(slot);
+        self.placement.hit(slot, number);
         match &mut self.slots[slot as usize] {
             Content::Resting(..) => {
                 *(if guessed { &mut self.stats.prefetched } else { &mut self.stats.hits }) += 1;
-                self.lru.pin(slot);
+                self.stats.pinned += u64::from(!guessed && self.placement.pins().is_pinned(number));
+                self.placement.hold(slot);
                 self.ready.push_back(slot);
             }
             Content::InFlight { wanted, .. } => {
@@ -417,10 +481,14 @@ impl ExpertStore {
     fn submit(&mut self, key: ExpertKey, slot: u32, slab: Slab, priority: Priority) -> Result<(), RejectReason> {
         let read = Read { tag: slot.into(), priority, segments: self.table.segments(key) };
         self.slots[slot as usize] = Content::InFlight { key, wanted: priority == Priority::Demand };
-        self.slot_of[self.table.index(key)] = slot;
-        self.lru.pin(slot);
         if let Some(submitted) = self.submitted.get_mut(slot as usize) {
             *submitted = Instant::now();
+        }
+        let number = self.table.index(key);
+        self.slot_of[number] = slot;
+        self.placement.hold(slot);
+        if priority == Priority::Demand {
+            self.placement.join(slot, number as Key);
         }
         self.device.submit(read, slab).map_err(|rejected| {
             self.clear(slot, key);
@@ -431,24 +499,28 @@ impl ExpertStore {
     /// Empties a slot whose read brought nothing: it is the first to be reused.
     fn clear(&mut self, slot: u32, key: ExpertKey) {
         self.slots[slot as usize] = Content::Empty;
-        self.slot_of[self.table.index(key)] = NO_SLOT;
-        self.lru.unpin(slot);
-        self.lru.forget(slot);
+        let number = self.table.index(key);
+        self.slot_of[number] = NO_SLOT;
+        self.placement.let_go(slot);
+        self.placement.discard(slot, number as Key);
     }
 
-    /// An empty slot with a slab, evicting the least recently used unpinned expert when there is no free slab.
+    /// An empty slot with a slab; where no slab is free, that of the expert which gives way.
     fn claim(&mut self) -> Option<(u32, Slab)> {
-        let slot = self.lru.victim()?;
+        let slot = self.placement.victim(&self.slot_of)?;
         match std::mem::replace(&mut self.slots[slot as usize], Content::Empty) {
-            Content::Empty => self.pool.take().map(|slab| (slot, slab)),
-            Content::Resting(key, slab) => {
-                if self.guesses.used(slot) {
-                    self.waste(key);
-                }
-                self.slot_of[self.table.index(key)] = NO_SLOT;
+            Content::Empty => {
+                let slab = self.pool.take()?;
+                self.placement.take(slot, None);
                 Some((slot, slab))
             }
-            Content::InFlight { key, .. } => unreachable!("slot {slot} of {key:?} is unpinned while it is being read"),
+            Content::Resting(key, slab) => {
+                let number = self.table.index(key);
+                self.placement.take(slot, Some(number as Key));
+                self.slot_of[number] = NO_SLOT;
+                Some((slot, slab))
+            }
+            Content::InFlight { key, .. } => unreachable!("slot {slot} of {key:?} is a victim while it is being read"),
         }
     }
 

@@ -3,6 +3,7 @@
 use millstream_io::{FileSet, FileSpan, IoError, Place, Segments, layout};
 use thiserror::Error;
 
+use super::policy::Layers;
 use super::{ExpertKey, ExpertWeights};
 use crate::checkpoint::{ExpertIndex, ExpertSource, MatrixSource};
 use crate::kernels::{MatrixSpec, WeightRef};
@@ -84,6 +85,13 @@ impl ExpertTable {
     /// Sum of the experts' own bytes.
     pub fn total_useful_bytes(&self) -> u64 {
         self.entries.iter().map(|e| u64::from(e.useful_bytes)).sum()
+    }
+
+    /// Experts of each layer that has any, in the order of [`ExpertTable::index`].
+    pub(super) fn routed_layers(&self) -> Layers {
+        let ends = self.first.iter().skip(1).copied().chain([self.entries.len() as u32]);
+        let counts = self.first.iter().zip(ends).map(|(&first, end)| (end - first) as usize);
+        Layers::new(counts.filter(|&count| count > 0))
     }
 
     pub(super) fn index(&self, key: ExpertKey) -> usize {

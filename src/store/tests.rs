@@ -80,7 +80,10 @@ impl Fixture {
     fn store(&self, slabs: usize, device: impl Fn(&SlabPool) -> Box<dyn Device>) -> ExpertStore {
         let table = self.table();
         let pool = SlabPool::new(table.slab_bytes(), slabs).unwrap();
-        ExpertStore::new(table, device(&pool), pool)
+        let mut store = ExpertStore::new(table, device(&pool), pool);
+        // The policy whose victims are easily told.
+        store.set_policy(PolicyKind::Lru);
+        store
     }
 
     fn simulated(&self, slabs: usize, config: &SimConfig) -> ExpertStore {

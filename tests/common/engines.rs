@@ -12,7 +12,7 @@ use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::{
-    Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, Job, Memory, Switch, Verify,
+    Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, Job, Memory, PolicyKind, Switch, Verify,
 };
 use millstream::kernels::Isa;
 use millstream_io::{
@@ -144,6 +144,10 @@ pub struct Setup {
     pub chunk_bytes: Option<u32>,
     pub pipeline: Switch,
     pub prefetch: Switch,
+    pub policy: PolicyKind,
+    pub pins: Switch,
+    /// A history of selections, drawn by this seed.
+    pub history: Option<u64>,
 }
 
 impl Setup {
@@ -159,6 +163,9 @@ impl Setup {
         chunk_bytes: None,
         pipeline: Switch::Auto,
         prefetch: Switch::Auto,
+        policy: PolicyKind::Lookahead,
+        pins: Switch::Auto,
+        history: None,
     };
 }
 
@@ -169,7 +176,8 @@ impl Default for Setup {
 }
 
 pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
-    let Setup { slabs, reader, io, threads, rows, isa, depth, chunk_bytes, pipeline, prefetch } = *setup;
+    let Setup { slabs, reader, io, threads, rows, isa, depth, chunk_bytes, pipeline, prefetch, policy, pins, history } =
+        *setup;
     EngineConfig {
         io,
         device: match reader {
@@ -182,6 +190,10 @@ pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
         chunk_bytes,
         pipeline,
         prefetch,
+        policy,
+        pins,
+        // Enough selections to be trusted, of some experts more than of others.
+        history: history.map_or_else(Vec::new, |seed| (0..200).map(|key| (seed ^ key) * 7919 % 100_003).collect()),
         threads,
         prefill_rows: rows,
         isa,
