@@ -10,7 +10,7 @@ use millstream_io::{CHUNK_WHOLE, DeviceKind, IoMode};
 
 use crate::checkpoint::container::GROUP_SIZES;
 use crate::checkpoint::convert::Width;
-use crate::engine::{Activations, AttentionForm, Depth, Dsa, Switch, Verify};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, PolicyKind, Switch, Verify};
 use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
@@ -18,6 +18,7 @@ use super::plan::PlanArgs;
 use super::size;
 use super::synth::SynthArgs;
 use super::tune::TuneArgs;
+use super::usage::UsageChoice;
 
 /// Runs Mixture-of-Experts models far bigger than memory by streaming their experts from NVMe.
 #[derive(Debug, Parser)]
@@ -144,6 +145,18 @@ pub struct RunArgs {
     /// Read ahead what the next layer's router will probably choose: auto, on or off [default: auto]
     #[arg(long, value_name = "WHEN", value_parser = |text: &str| SWITCH.parse(text))]
     pub prefetch: Option<Switch>,
+    /// Which cached expert gives way to another: auto, lru, 2q, arc, s3-fifo, lfru or lookahead; the manual's chapter on
+    /// caching compares them [default: auto]
+    #[arg(long, value_name = "POLICY", value_parser = parse_policy)]
+    pub policy: Option<PolicyKind>,
+    /// Where it is kept how often each expert was chosen in all runs, which tells the next run what to keep in memory: a
+    /// file, off, or auto (beside the model or, where that cannot be written, in the state directory) [default: auto]
+    #[arg(long, value_name = "FILE", value_parser = UsageChoice::parse)]
+    pub usage: Option<UsageChoice>,
+    /// Whether the experts chosen most in earlier runs stay in memory whatever the policy says: on, off or auto (where
+    /// the policy itself does not count) [default: auto]
+    #[arg(long, value_name = "WHEN", value_parser = |text: &str| SWITCH.parse(text))]
+    pub pins: Option<Switch>,
     /// Instruction set: auto, scalar, avx2 or avx512 [default: auto]
     #[arg(long, value_name = "SET", value_parser = parse_kernels)]
     pub kernels: Option<KernelChoice>,
@@ -461,6 +474,11 @@ pub fn parse_ram(text: &str) -> Result<Ram, String> {
 /// Reads `--threads`.
 pub fn parse_threads(text: &str) -> Result<usize, String> {
     in_range(text, 1, MAX_THREADS)
+}
+
+/// Reads `--policy`.
+fn parse_policy(text: &str) -> Result<PolicyKind, String> {
+    if text == "auto" { Ok(PolicyKind::default()) } else { text.parse() }
 }
 
 /// Reads `--group`.

@@ -9,7 +9,7 @@ use serde_json::Value as Json;
 
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory, Switch, Verify};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory, PolicyKind, Switch, Verify};
 use crate::kernels::Isa;
 
 use super::Failure;
@@ -17,6 +17,7 @@ use super::args::{self, Chunk, KernelChoice, Ram, RunArgs, Seed};
 use super::machine::Machine;
 use super::reading::{Asked, Reading};
 use super::tuning::{Lookup, Profile};
+use super::usage::UsageChoice;
 
 /// Tokens generated when `-n` is not given.
 pub const MAX_TOKENS_DEFAULT: usize = 512;
@@ -93,6 +94,12 @@ pub struct RunConfig {
     pipeline: Switch,
     prefetch: Switch,
     timeline: bool,
+    policy: PolicyKind,
+    pins: Switch,
+    /// Where selections are remembered.
+    pub usage: UsageChoice,
+    /// How often each expert was chosen in earlier runs; known once the model is.
+    pub history: Vec<u64>,
 }
 
 /// Decides everything that does not depend on the model. Refuses what cannot work, before any file is read.
@@ -146,6 +153,12 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     settings.add("attention", args::ATTENTION.name(attention), flag_or_default(&args.attention));
     let dsa = args.dsa.unwrap_or(Dsa::Auto);
     settings.add("dsa", args::DSA.name(dsa), flag_or_default(&args.dsa));
+    let policy = args.policy.unwrap_or_default();
+    settings.add("policy", policy.name(), flag_or_default(&args.policy));
+    let usage = args.usage.clone().unwrap_or_default();
+    settings.add("usage", usage.name(), flag_or_default(&args.usage));
+    let pins = args.pins.unwrap_or_default();
+    settings.add("pins", args::SWITCH.name(pins), flag_or_default(&args.pins));
     let verify = args.verify.unwrap_or_default();
     settings.add("verify", args::VERIFY.name(verify), flag_or_default(&args.verify));
 
@@ -178,6 +191,10 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         pipeline,
         prefetch,
         timeline: args.timeline.is_some(),
+        policy,
+        pins,
+        usage,
+        history: Vec::new(),
     })
 }
 
@@ -198,6 +215,9 @@ impl RunConfig {
             timeline: self.timeline,
             verify: self.verify,
             verify_seed: self.sampling.seed,
+            policy: self.policy,
+            pins: self.pins,
+            history: self.history.clone(),
             ..EngineConfig::new(self.available)
         })
     }

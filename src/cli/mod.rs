@@ -21,6 +21,7 @@ mod synth;
 mod trace;
 mod tune;
 mod tuning;
+mod usage;
 
 use std::ffi::OsString;
 use std::process::ExitCode;

@@ -17,6 +17,7 @@ use super::args::RunArgs;
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
+use super::usage::Usage;
 use super::{Done, Failure, bundled, interrupt, notes, prompt, render, size, tuning};
 
 /// Runs one generation.
@@ -56,6 +57,9 @@ fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<
     };
     let (stop_ids, stops) = split_stops(&config, tokenizer.as_ref(), ends_turn(args, &checkpoint.arch))?;
     let (context, max_tokens) = config.fit(prompt.len(), longest)?;
+    let (usage, warning) = Usage::open(&config.usage, &checkpoint, machine);
+    warning.iter().for_each(|line| render::note(args.quiet, line));
+    config.history = usage.before().to_vec();
     let formats = checkpoint.formats().map(|format| format.to_string()).collect();
     let mut engine = open(args, &config, machine, checkpoint, context).map_err(|e| files.failure(e))?;
 
@@ -78,6 +82,8 @@ fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<
         }
     };
     printer.finish();
+    // Also of a run that was interrupted or failed: what was chosen was chosen.
+    usage.update(engine.store().usage()).iter().for_each(|line| render::note(args.quiet, line));
     if let Some(error) = printer.failed() {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
             return Ok(Done::PipeClosed);
