@@ -54,11 +54,49 @@ fn main() {
         made_up("made up: the same, another topic every 400 tokens", 0.8, 0.3, 400),
         made_up("made up: skew 0.3, half of the choices are the last token's", 0.3, 0.5, 0),
     ];
+    let long_past = |name, skew, repeat, topic| {
+        let (past, now) = (tokens, tokens / 7);
+        let shape = Shape { layers: 12, experts: 256, top_k: 8, tokens: past + now, skew, repeat, topic, seed: 1 };
+        let all = synthesize(&shape);
+        (name, all.part(0..past), all.part(past..past + now))
+    };
+    let begins = sets[0].traces[0].part(0..400.min(sets[0].traces[0].steps()));
+    let histories = [
+        ("glm-tales, the first 400 tokens after 10,240 of other text", sets[1].traces[0].clone(), begins),
+        long_past("made up: 256 experts, skew 1", 1.0, 0.0, 0),
+        long_past("made up: 256 experts, skew 0.5", 0.5, 0.0, 0),
+        long_past("made up: 256 experts, skew 0.8, two of ten choices are the last token's", 0.8, 0.2, 0),
+        long_past("made up: the same, another topic every 200 tokens", 0.8, 0.2, 200),
+    ];
     let mut of_optimum = [0.0; PolicyKind::ALL.len()];
     sets.iter().for_each(|set| show(set, &mut of_optimum));
+    println!("## After earlier runs\n\nWhat a history of selections is worth: pinned, or remembered as heat.\n");
+    println!("| trace | cache | lru | lru, pinned | lookahead | lookahead, pinned | lookahead, remembered | belady |");
+    println!("|---|---|---|---|---|---|---|---|");
+    histories.iter().for_each(|(name, past, now)| show_history(name, past, now));
+    println!();
     println!("Mean share of the optimum's hit rate over all rows:\n");
     for (kind, sum) in PolicyKind::ALL.iter().zip(of_optimum) {
         println!("- {kind}: {:.3}", sum / (sets.len() * SIZES.len()) as f64);
+    }
+}
+
+/// Prints what a past is worth to a policy that can only pin by it, and to one that can remember it.
+fn show_history(name: &str, past: &Trace, now: &Trace) {
+    let (history, requests) = (Requests::of(&[past]).usage(), Requests::of(&[now]));
+    for size in SIZES {
+        let capacity = (requests.keys() * size / 100).max(1);
+        let cold = |kind| requests.replay(kind, capacity).hit_rate();
+        let with = |kind, pinned| requests.replay_with_history(kind, capacity, &history, pinned).hit_rate();
+        println!(
+            "| {name} | {size} % | {:.3} | {:.3} | {:.3} | {:.3} | {:.3} | {:.3} |",
+            cold(PolicyKind::Lru),
+            with(PolicyKind::Lru, true),
+            cold(PolicyKind::Lookahead),
+            with(PolicyKind::Lookahead, true),
+            with(PolicyKind::Lookahead, false),
+            requests.optimum(capacity).hit_rate(),
+        );
     }
 }
 
