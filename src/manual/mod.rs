@@ -14,3 +14,6 @@ pub mod reading {}
 
 #[doc = include_str!("pipeline.md")]
 pub mod pipeline {}
+
+#[doc = include_str!("caching.md")]
+pub mod caching {}
