@@ -150,12 +150,13 @@ fn a_cache_of_everything_misses_first_uses_only() {
     assert!((twice - (1.0 - different.len() as f64 / 1200.0)).abs() < 1e-6, "the second is replayed with a warm cache");
 }
 
-/// The store and the replay are two programs: they agree on every hit.
+/// The store and the replay are two programs: they agree on every hit. That is, under policies for which the order within
+/// a union, which is the file's in the one and the experts' in the other, does not matter.
 #[test]
 fn a_replay_hits_as_often_as_the_engine_did() {
     let prompt: Vec<u32> = (0..150).map(|i| (i * i * 31 + i * 17 + 5) % 4096).collect();
     for slabs in [21, 60] {
-        for policy in PolicyKind::ALL {
+        for policy in [PolicyKind::Lfru, PolicyKind::Lookahead] {
             let config = EngineConfig {
                 memory: Memory::Slabs(slabs),
                 context: Some(256),
