@@ -51,6 +51,17 @@ pub enum Switch {
     Off,
 }
 
+impl Switch {
+    /// On or off where that was asked for.
+    pub(super) fn asked(self) -> Option<bool> {
+        match self {
+            Switch::Auto => None,
+            Switch::On => Some(true),
+            Switch::Off => Some(false),
+        }
+    }
+}
+
 /// How much memory experts get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Memory {

@@ -125,12 +125,7 @@ impl Engine {
         };
         let mut experts = Streamed::new(store(p.table, p.budget.slabs)?, p.scratch);
         if !config.history.is_empty() {
-            let pin = match config.pins {
-                Switch::Auto => None,
-                Switch::On => Some(true),
-                Switch::Off => Some(false),
-            };
-            experts.store.remember(config.history.clone(), checkpoint.arch.moe.top_k, pin);
+            experts.store.remember(config.history.clone(), checkpoint.arch.moe.top_k, config.pins.asked());
         }
         let mut drafting = match p.drafting {
             Some((table, scratch)) => Some(Streamed::new(store(table, p.budget.mtp_slabs)?, scratch)),

@@ -5,7 +5,7 @@
 //! each back. A union larger than the pool is served as slabs come back, so any pool of at least one slab works.
 //!
 //! A slot is empty, in flight (its slab belongs to the device), or resting (its slab holds an expert). Leased and wanted
-//! slots are pinned: eviction never takes them.
+//! slots are held: eviction never takes them. What it takes, [`policy`] decides.
 //!
 //! [`ExpertStore::hint`] reads what a later request is expected to ask for; see [`guesses`].
 
@@ -108,7 +108,7 @@ pub struct StoreStats {
 
 /// The right to use one resting expert; give it back with [`ExpertStore::release`].
 #[derive(Debug)]
-#[must_use = "a lease that is not released pins its slab"]
+#[must_use = "a lease that is not released holds its slab"]
 pub struct Lease {
     slot: u32,
     key: ExpertKey,
@@ -153,7 +153,7 @@ pub struct ExpertStore {
     placement: Placement,
     /// Experts of the current request that have no slab yet, in file order.
     missing: VecDeque<ExpertKey>,
-    /// Pinned slots of the current request that are resting and not yet lent.
+    /// Held slots of the current request that are resting and not yet lent.
     ready: VecDeque<u32>,
     /// Reads of the current request that are under way.
     awaited: usize,
@@ -418,10 +418,10 @@ impl ExpertStore {
         self.submit_missing()
     }
 
-    /// Drops the current request: nothing stays pinned. Reads under way finish and their experts stay cached.
+    /// Drops the current request: nothing stays held. Reads under way finish and their experts stay cached.
     pub fn abandon(&mut self) {
         self.missing.clear();
-        self.unpin_ready();
+        self.let_go_of_ready();
         if !self.given_up {
             // A device that died is dead for the next request too; reads given up now are waited for by it.
             let _ = self.settle();
@@ -429,7 +429,7 @@ impl ExpertStore {
         }
     }
 
-    fn unpin_ready(&mut self) {
+    fn let_go_of_ready(&mut self) {
         while let Some(slot) = self.ready.pop_front() {
             self.placement.let_go(slot);
         }
