@@ -225,25 +225,14 @@ impl FileSet {
         self.warnings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reads `buf.len()` bytes at `offset`, at any alignment, through the page cache. For what is read once. Where
-    /// the file fails and has copies, they are tried in its place.
+    /// Reads `buf.len()` bytes at `offset`, at any alignment, through the page cache. For what is read once. Only the
+    /// file itself is asked: nothing says of such bytes whether they are right, and a copy must not vouch for its file.
     ///
     /// # Errors
     /// [`IoError::EndOfFile`] where the file ends first, [`IoError::Read`] with the kernel's reason.
     pub fn read_exact_at(&self, file: FileId, offset: u64, buf: &mut [u8]) -> Result<(), IoError> {
         self.checked_len(file)?;
-        let error = match self.read_entry(file, offset, buf) {
-            Err(error @ (IoError::Read { .. } | IoError::EndOfFile { .. })) => error,
-            other => return other,
-        };
-        for copy in (1..self.drives.len()).filter_map(|drive| self.copy_on(file, drive)) {
-            self.avoid(file, &error);
-            match self.read_entry(copy, offset, buf) {
-                Ok(()) => return Ok(()),
-                Err(error) => self.avoid(copy, &error),
-            }
-        }
-        Err(error)
+        self.read_entry(file, offset, buf)
     }
 
     /// As [`FileSet::read_exact_at`], from the copy on one drive and no other; `None` where that drive has none.

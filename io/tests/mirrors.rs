@@ -145,9 +145,6 @@ fn the_models_own_damage_is_covered_by_a_mirror_and_told() {
         }
         let warnings = files.warnings();
         assert!(warnings.len() == 1 && warnings[0].contains("own directory is damaged"), "{kind:?}: {warnings:?}");
-        let mut buf = vec![0; 70_000];
-        files.read_exact_at(FileId(0), 1_000_001, &mut buf).unwrap();
-        assert!(buf.iter().zip(1_000_001..).all(|(byte, offset)| *byte == common::byte_at(0, offset)));
 
         // With both copies gone the error is the model's, whichever copy was asked last.
         shorten(&other.paths[0]);
@@ -157,9 +154,21 @@ fn the_models_own_damage_is_covered_by_a_mirror_and_told() {
             let IoError::EndOfFile { range } = error else { panic!("{kind:?}: {error:?}") };
             assert_eq!(*range.path, *model.paths[0], "{kind:?}");
         }
-        let error = files.read_exact_at(FileId(0), 1_000_001, &mut buf).unwrap_err();
-        assert!(matches!(error, IoError::EndOfFile { range } if *range.path == *model.paths[0]));
     }
+}
+
+#[test]
+fn what_is_read_once_comes_from_the_model_or_not_at_all() {
+    let (model, other, mirror) = mirrored(2);
+    // As long as the model's, with other bytes: nothing would tell them from the right ones.
+    std::fs::write(&other.paths[0], vec![0x5A; SIZES[0] as usize]).unwrap();
+    let files = open_both(&model, &mirror, IoMode::Auto);
+    let mut buf = vec![0; 70_000];
+    files.read_exact_at(FileId(0), 1_000_001, &mut buf).unwrap();
+    assert!(buf.iter().zip(1_000_001..).all(|(byte, offset)| *byte == common::byte_at(0, offset)));
+    std::fs::OpenOptions::new().write(true).open(&model.paths[0]).unwrap().set_len(4096).unwrap();
+    let error = files.read_exact_at(FileId(0), 1_000_001, &mut buf).unwrap_err();
+    assert!(matches!(error, IoError::EndOfFile { range } if *range.path == *model.paths[0]));
 }
 
 #[test]
