@@ -197,6 +197,68 @@ fn one_drive_lost_at_any_moment_changes_no_byte() {
 }
 
 #[test]
+fn a_copy_known_to_be_wrong_is_no_way_to_save_a_read() {
+    let (model, wrong, right) = (Model::new(&SIZES), Model::new(&SIZES), Model::new(&SIZES));
+    for (path, bytes) in wrong.paths.iter().zip(SIZES) {
+        std::fs::write(path, vec![0x5A; bytes as usize]).unwrap();
+    }
+    for seed in 0..50 {
+        let calm = SimConfig { chunk_bytes: 16 << (10 + seed % 3), lost: Some((0, seed)), ..SimConfig::calm(seed) };
+        let pool = pool();
+        // A mirror is wrong and the model's drive fails: what is read comes from the other mirror.
+        let mirrors = [mirror_of(&wrong), mirror_of(&right)];
+        let files = Arc::new(FileSet::open_mirrored(&model.paths, &mirrors, IoMode::Auto).unwrap());
+        files.distrust(FileId(1), 1, "a byte is wrong");
+        let mut device = sim_device(&calm, Arc::clone(&files), &pool).unwrap();
+        let context = format!("seed {seed}");
+        assert_eq!(read_all(&mut *device, &files, &pool, &context), [], "{context}");
+        assert_eq!(bytes(&device.drives())[1], 0, "{context}: nothing is asked of a wrong mirror");
+
+        // Without the other mirror it is an error.
+        let files = open_both(&model, &mirrors[0], IoMode::Auto);
+        files.distrust(FileId(0), 1, "a byte is wrong");
+        let mut device = sim_device(&calm, Arc::clone(&files), &pool).unwrap();
+        assert!(!read_all(&mut *device, &files, &pool, &context).is_empty(), "{context}");
+    }
+}
+
+#[test]
+fn the_models_wrong_copy_is_read_only_when_the_mirrors_have_failed() {
+    let (wrong, failing, right) = (Model::new(&SIZES), Model::new(&SIZES), Model::new(&SIZES));
+    for (path, bytes) in wrong.paths.iter().zip(SIZES) {
+        std::fs::write(path, vec![0x5A; bytes as usize]).unwrap();
+    }
+    let mirrors = [mirror_of(&failing), mirror_of(&right)];
+    for seed in 0..50 {
+        let files = Arc::new(FileSet::open_mirrored(&wrong.paths, &mirrors, IoMode::Auto).unwrap());
+        (0..2).for_each(|file| files.distrust(FileId(file), 0, "a byte is wrong"));
+        let calm = SimConfig { chunk_bytes: 16 << (10 + seed % 3), lost: Some((1, seed)), ..SimConfig::calm(seed) };
+        let pool = pool();
+        let mut device = sim_device(&calm, Arc::clone(&files), &pool).unwrap();
+        let context = format!("seed {seed}");
+        assert_eq!(read_all(&mut *device, &files, &pool, &context), [], "{context}");
+        assert_eq!(bytes(&device.drives())[0], 0, "{context}");
+    }
+}
+
+#[test]
+fn a_mirror_that_failed_and_then_is_wrong_is_told_twice_and_no_more() {
+    let (model, other, mirror) = mirrored(2);
+    let files = open_both(&model, &mirror, IoMode::Auto);
+    for _ in 0..2 {
+        let error = files.read_copy(FileId(1), 1, SIZES[1], &mut [0; 4]).unwrap().unwrap_err();
+        files.avoid(FileId(1), 1, &error);
+        files.distrust(FileId(0), 1, "a byte is wrong");
+    }
+    let warnings = files.warnings();
+    assert!(warnings.len() == 2, "{warnings:?}");
+    let dir = other.dir.path().display().to_string();
+    assert!(warnings.iter().all(|line| line.starts_with(&dir)), "{warnings:?}");
+    assert!(warnings[0].ends_with("this mirror is not read any more where it failed"), "{warnings:?}");
+    assert!(warnings[1].ends_with("a byte is wrong; this mirror is not read any more"), "{warnings:?}");
+}
+
+#[test]
 fn both_drives_lost_is_an_error_of_the_models_file() {
     let (model, _other, mirror) = mirrored(2);
     let files = open_both(&model, &mirror, IoMode::Auto);

@@ -136,7 +136,7 @@ fn right_copy(files: &FileSet, span: FileSpan, expected: u64, bytes: &mut [u8]) 
                     files.distrust(file, drive, &what);
                 }
             },
-            Some(Err(error)) => files.distrust(file, drive, &error.to_string()),
+            Some(Err(error)) => files.avoid(file, drive, &error),
             None => {}
         }
     }
@@ -147,6 +147,7 @@ fn right_copy(files: &FileSet, span: FileSpan, expected: u64, bytes: &mut [u8]) 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use millstream_io::{FileId, IoMode, Mirror};
 
     #[test]
     fn a_sample_is_about_one_in_sixty_four_and_another_for_another_seed() {
@@ -160,5 +161,29 @@ mod tests {
         }
         assert_eq!(sample(3), sample(3));
         assert_ne!(sample(3), sample(4));
+    }
+
+    #[test]
+    fn a_copy_that_cannot_be_read_again_is_avoided_and_its_mirror_is_not_called_wrong() {
+        let dirs: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
+        let paths: Vec<PathBuf> = dirs.iter().map(|dir| dir.path().join("shard")).collect();
+        let right = [7u8; 8192];
+        paths.iter().for_each(|path| std::fs::write(path, right).unwrap());
+        std::fs::write(&paths[0], [6u8; 8192]).unwrap();
+        let mirrors =
+            [1, 2].map(|drive| Mirror { dir: dirs[drive].path().to_owned(), copies: vec![Some(paths[drive].clone())] });
+        let files = FileSet::open_mirrored(&paths[..1], &mirrors, IoMode::Buffered).unwrap();
+        std::fs::OpenOptions::new().write(true).open(&paths[1]).unwrap().set_len(100).unwrap();
+        let span = FileSpan { file: FileId(0), offset: 1000, len: 3000 };
+        let mut bytes = vec![0; 3000];
+        assert!(right_copy(&files, span, xxh3_64(&right[..3000]), &mut bytes));
+        assert_eq!(bytes, right[..3000]);
+        let warnings = files.warnings();
+        let about = |drive: usize| {
+            let dir = dirs[drive].path().display().to_string();
+            warnings.iter().filter(|line| line.starts_with(&dir)).cloned().collect::<Vec<_>>().join("; ")
+        };
+        assert!(about(1).ends_with("this mirror is not read any more where it failed"), "{warnings:?}");
+        assert!(about(0).contains("own directory is damaged") && about(2).is_empty(), "{warnings:?}");
     }
 }

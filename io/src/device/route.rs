@@ -65,6 +65,18 @@ impl Router {
         if copies.len() <= 1 {
             return copies.first().filter(|drive| self.fits(*drive, len, priority));
         }
+        let best = self.soonest(copies, len, now_ns);
+        if let Some(due) = copies.iter().find(|drive| Some(*drive) != best && self.is_due(*drive, len)) {
+            let lane = &mut self.lanes[due];
+            (lane.recent_bytes, lane.recent_ns) = (0, 0);
+            return Some(due);
+        }
+        best.filter(|drive| self.fits(*drive, len, priority))
+    }
+
+    /// The drive of `copies` that would have `len` bytes first, whether it has room for them now or not; `None` where
+    /// none has answered what it has.
+    pub fn soonest(&self, copies: DriveSet, len: u32, now_ns: u64) -> Option<usize> {
         let fastest = self.lanes.iter().filter_map(Lane::rate).fold(0.0, f64::max);
         let assumed = if fastest > 0.0 { fastest } else { 1.0 };
         let stalled = |drive: usize| self.lanes[drive].is_stalled(now_ns);
@@ -81,13 +93,7 @@ impl Router {
                 best = Some((drive, done_in));
             }
         }
-        let best = best.map(|(drive, _)| drive);
-        if let Some(due) = copies.iter().find(|drive| Some(*drive) != best && self.is_due(*drive, len)) {
-            let lane = &mut self.lanes[due];
-            (lane.recent_bytes, lane.recent_ns) = (0, 0);
-            return Some(due);
-        }
-        best.filter(|drive| self.fits(*drive, len, priority))
+        best.map(|(drive, _)| drive)
     }
 
     /// Whether `drive` may have `len` bytes more in hand. Lookahead leaves a quarter of the depth to demand. One

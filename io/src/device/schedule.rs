@@ -194,7 +194,7 @@ impl Schedule {
         let rest = segment.len - active.inside;
         let busy = self.waiting.len() + self.calls_out() > self.limits.whole_when_waiting;
         let len = if busy { rest } else { rest.min(self.limits.chunk_bytes) };
-        let drive = self.router.choose(self.files.sources(segment.file), len, priority, now_ns)?;
+        let drive = self.router.choose(self.files.sources(segment.file, DriveSet::default()), len, priority, now_ns)?;
         let op = self.free_ops.pop()?;
         self.tick(now_ns);
         if let Some(position) = position {
@@ -240,14 +240,14 @@ impl Schedule {
             }
             Step::Refused(errno) => match self.files.refuse_direct(chunk.file, errno) {
                 Ok(()) => return self.repeat(op, now_ns, now_ns),
-                Err(error) if self.fail_over(op, Fault::Errno(errno), &error) => {
+                Err(error) if self.fail_over(op, Fault::Errno(errno), &error, now_ns) => {
                     return self.repeat(op, now_ns, now_ns);
                 }
                 Err(error) => self.fail(slot, chunk.at, error, now_ns),
             },
             Step::Failed(fault) => {
                 let error = self.failure(op, chunk.file, (fault, chunk.got));
-                if self.fail_over(op, fault, &error) {
+                if self.fail_over(op, fault, &error, now_ns) {
                     return self.repeat(op, now_ns, now_ns);
                 }
                 // What the file itself had to say is the error, whichever copy was the last to fail.
@@ -261,9 +261,8 @@ impl Schedule {
         self.release(op, now_ns);
     }
 
-    /// Has `op` read from another copy after `fault`; `false` where none is left that has not failed it. The file
-    /// itself is tried before its copies.
-    fn fail_over(&mut self, op: u32, fault: Fault, error: &IoError) -> bool {
+    /// Has `op` read from another copy after `fault`; `false` where none is left that has not failed it.
+    fn fail_over(&mut self, op: u32, fault: Fault, error: &IoError, now_ns: u64) -> bool {
         let file = self.segment_of(op).file;
         let record = &mut self.ops[op as usize];
         self.router.failed(record.drive);
@@ -271,14 +270,14 @@ impl Schedule {
             record.fault = Some((fault, record.chunk.got));
         }
         record.failed = record.failed.with(record.drive);
-        let holders = self.files.holders(file);
-        if holders.len() > 1 {
-            self.files.avoid(record.chunk.file, error);
+        if self.files.has_copies(file) {
+            self.files.avoid(file, record.drive, error);
         }
-        let Some(drive) = holders.without(record.failed).first() else {
+        let Chunk { offset, at, len, want, .. } = record.chunk;
+        let sources = self.files.sources(file, record.failed);
+        let Some(drive) = self.router.soonest(sources, len, now_ns).or(sources.first()) else {
             return false;
         };
-        let Chunk { offset, at, len, want, .. } = record.chunk;
         record.drive = drive;
         record.chunk = Chunk::new(self.files.copy_on(file, drive).unwrap_or(file), offset, at, len, want);
         true
