@@ -222,6 +222,7 @@ mod tests {
             chunk_bytes: 4096,
             whole_when_waiting: usize::MAX,
             calls: 4,
+            calls_of_drive: usize::MAX,
             reads: 4,
             caps: [None; 8],
         };

@@ -92,6 +92,7 @@ fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts) -
         whole_when_waiting: usize::MAX,
         // One entry is the wake-up poll's: then neither queue can overflow.
         calls: facts.entries as usize - 1,
+        calls_of_drive: usize::MAX,
         reads: cfg.queue,
         caps: cfg.request_caps(files, pool),
     }

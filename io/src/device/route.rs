@@ -17,7 +17,9 @@ use crate::limits::{PROBE_PAUSE_NS_MAX, PROBE_PAUSES, RATE_WINDOW_NS, STALL_NS_M
 /// What each drive has in hand, how fast it is, and how much more it may be given.
 pub(crate) struct Router {
     lanes: Vec<Lane>,
+    /// Of each drive.
     depth_bytes: u64,
+    calls_max: usize,
     calls_out: usize,
     /// Time during which some drive had a request, up to `clock_ns`.
     worked_ns: u64,
@@ -44,10 +46,10 @@ struct Lane {
 }
 
 impl Router {
-    /// One lane for each of `caps`; `depth_bytes` is what each may have in hand.
-    pub fn new(caps: &[Option<RequestCap>], depth_bytes: u64) -> Router {
+    /// One lane for each of `caps`; `depth_bytes` and `calls_max` bound what each may have in hand.
+    pub fn new(caps: &[Option<RequestCap>], depth_bytes: u64, calls_max: usize) -> Router {
         let lanes = caps.iter().map(|cap| Lane { cap: *cap, ..Lane::default() }).collect();
-        Router { lanes, depth_bytes, calls_out: 0, worked_ns: 0, clock_ns: 0 }
+        Router { lanes, depth_bytes, calls_max, calls_out: 0, worked_ns: 0, clock_ns: 0 }
     }
 
     /// Calls made and not completed.
@@ -105,7 +107,8 @@ impl Router {
             Priority::Lookahead => self.depth_bytes / 4 * 3,
         };
         let queue = |cap: RequestCap| lane.requests_out + cap.taken_by(len) <= cap.requests;
-        lane.calls_out == 0 || (lane.bytes_out + u64::from(len) <= depth && lane.cap.is_none_or(queue))
+        let room = lane.bytes_out + u64::from(len) <= depth && lane.cap.is_none_or(queue);
+        lane.calls_out == 0 || (room && lane.calls_out < self.calls_max)
     }
 
     /// A call for `len` bytes goes to `drive`.
@@ -204,7 +207,7 @@ mod tests {
 
     impl<'a> Race<'a> {
         fn new(drives: usize, rates: &'a dyn Fn(usize, u64) -> f64) -> Race<'a> {
-            let router = Router::new(&vec![None; drives], DEPTH);
+            let router = Router::new(&vec![None; drives], DEPTH, usize::MAX);
             let queues = vec![std::collections::VecDeque::new(); drives];
             Race { rates, router, queues, now_ns: 0, done: vec![0; drives] }
         }
@@ -299,7 +302,7 @@ mod tests {
     #[test]
     fn lookahead_leaves_a_quarter_of_each_drive_to_demand() {
         let all = DriveSet::FIRST.with(1);
-        let mut router = Router::new(&[None; 2], 4 * u64::from(CHUNK));
+        let mut router = Router::new(&[None; 2], 4 * u64::from(CHUNK), usize::MAX);
         let fill = |router: &mut Router, priority| {
             let mut given = [0, 0];
             while let Some(drive) = router.choose(all, CHUNK, priority, 0) {
@@ -315,6 +318,29 @@ mod tests {
         }
         assert_eq!(fill(&mut router, Priority::Lookahead), [3, 3]);
         assert_eq!(fill(&mut router, Priority::Demand), [1, 1]);
+    }
+
+    #[test]
+    fn a_fast_drive_never_takes_the_threads_of_a_slow_one() {
+        let all = DriveSet::FIRST.with(1);
+        // Eight threads for two drives, one eight times as fast: by bytes alone it would get all of them.
+        let mut router = Router::new(&[None; 2], DEPTH, 4);
+        for (drive, takes_ns) in [(0, 8_000_000), (1, 1_000_000)] {
+            router.went(drive, CHUNK, router.clock_ns);
+            router.came(drive, CHUNK, u64::from(CHUNK), router.clock_ns + takes_ns);
+        }
+        let now_ns = router.clock_ns;
+        let mut given = [0, 0];
+        while let Some(drive) = router.choose(all, CHUNK, Priority::Demand, now_ns) {
+            router.went(drive, CHUNK, now_ns);
+            given[drive] += 1;
+        }
+        assert_eq!(given, [0, 4], "the fast one is worth waiting for");
+        // It hangs: what it has should take 4 ms, and is waited for four times as long and 50 ms.
+        let later = now_ns + 4 * 4_000_000 + STALL_NS_MIN;
+        assert_eq!(router.choose(all, CHUNK, Priority::Demand, later - 1000), None);
+        let left = router.choose(all, CHUNK, Priority::Demand, later + 1000);
+        assert_eq!(left, Some(0), "four threads are left for the other");
     }
 
     proptest! {

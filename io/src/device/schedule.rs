@@ -31,6 +31,8 @@ pub(crate) struct Limits {
     pub whole_when_waiting: usize,
     /// Requests handed out at a time.
     pub calls: usize,
+    /// Of those, the most that are of one drive.
+    pub calls_of_drive: usize,
     /// Reads admitted and not yet taken as completions.
     pub reads: usize,
     /// Bound by each drive's queue, where it is known.
@@ -130,7 +132,7 @@ struct Op {
 impl Schedule {
     pub fn new(files: Arc<FileSet>, pool: SlabPool, limits: Limits) -> Schedule {
         let Limits { reads, calls, .. } = limits;
-        let router = Router::new(&limits.caps[..files.drives()], limits.depth_bytes);
+        let router = Router::new(&limits.caps[..files.drives()], limits.depth_bytes, limits.calls_of_drive);
         Schedule {
             files,
             pool,
@@ -348,6 +350,11 @@ impl Schedule {
 
     pub fn stats(&self) -> DeviceStats {
         self.stats
+    }
+
+    /// Drives that are read.
+    pub fn drives_len(&self) -> usize {
+        self.files.drives()
     }
 
     /// What each drive did.
@@ -600,7 +607,15 @@ mod tests {
         let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
         let pool = SlabPool::new(SLAB as usize, 8).unwrap();
         let whole_when_waiting = usize::MAX;
-        let limits = Limits { depth_bytes, chunk_bytes: CHUNK, whole_when_waiting, calls, reads: 8, caps: [None; 8] };
+        let limits = Limits {
+            depth_bytes,
+            chunk_bytes: CHUNK,
+            whole_when_waiting,
+            calls,
+            calls_of_drive: usize::MAX,
+            reads: 8,
+            caps: [None; 8],
+        };
         (Schedule::new(files, pool.clone(), limits), pool, file)
     }
 
@@ -691,7 +706,7 @@ mod tests {
         // Requests of half a chunk, of one, and of more: a call takes two, one, one.
         for (request_bytes, calls_out) in [(chunk / 2, 3), (chunk, 7), (chunk * 3, 7)] {
             let (mut schedule, pool, _file) = schedule(1 << 40, 64);
-            schedule.router = Router::new(&[Some(RequestCap { requests: 7, request_bytes })], 1 << 40);
+            schedule.router = Router::new(&[Some(RequestCap { requests: 7, request_bytes })], 1 << 40, usize::MAX);
             for tag in 0..8 {
                 let offset = tag * u64::from(SLAB);
                 schedule.admit(read(tag, Priority::Demand, offset), pool.take().unwrap(), 0).unwrap();
@@ -709,7 +724,7 @@ mod tests {
         }
         // One call passes, whatever it takes.
         let (mut schedule, pool, _file) = schedule(1 << 40, 64);
-        schedule.router = Router::new(&[Some(RequestCap { requests: 1, request_bytes: 4096 })], 1 << 40);
+        schedule.router = Router::new(&[Some(RequestCap { requests: 1, request_bytes: 4096 })], 1 << 40, usize::MAX);
         schedule.admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();
         assert_eq!(run_dry(&mut schedule), [0, 1, 2, 3]);
     }

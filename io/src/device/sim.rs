@@ -124,6 +124,7 @@ pub fn sim_device(cfg: &SimConfig, files: Arc<FileSet>, pool: &SlabPool) -> Resu
         chunk_bytes: cfg.chunk_bytes.next_multiple_of(align),
         whole_when_waiting: usize::MAX,
         calls: cfg.calls,
+        calls_of_drive: usize::MAX,
         reads: cfg.queue,
         caps: [None; DRIVES_MAX],
     };

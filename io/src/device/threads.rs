@@ -58,6 +58,8 @@ pub(crate) fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool) -> Li
         whole_when_waiting: if whole { threads - 1 } else { usize::MAX },
         // A request that waits to be repeated keeps its operation, which must not stop a thread that is idle.
         calls: threads * 4,
+        // A drive that hangs keeps its own threads and leaves the others theirs.
+        calls_of_drive: if files.drives() > 1 { (threads / files.drives()).max(1) } else { usize::MAX },
         reads: cfg.queue,
         caps: [None; DRIVES_MAX],
     }
@@ -110,8 +112,9 @@ fn serve<C: Calls>(shared: &Shared, calls: &C) {
             state.idle -= 1;
             continue;
         };
-        // A call taken ahead is lost to the other threads, so only where none of them has nothing to do.
-        if C::PREPARES && state.idle == 0 {
+        // A call taken ahead is lost to the other threads, so only where none of them has nothing to do; and where it is
+        // of the same drive, as it waits for the call before it.
+        if C::PREPARES && state.idle == 0 && state.schedule.drives_len() == 1 {
             ahead = state.schedule.next(now_ns);
         }
         if state.schedule.has_work() {
