@@ -45,9 +45,13 @@ pub(crate) enum Step {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
+    /// Only direct reads are wanted, and the file cannot be read directly.
+    Refused(Errno),
     Errno(Errno),
     EndOfFile,
-    Stuck { attempts: u32 },
+    Stuck {
+        attempts: u32,
+    },
 }
 
 impl Chunk {

@@ -233,7 +233,7 @@ impl Driver {
             {
                 self.push_read(&issue)?;
             }
-            let pause_ns = state.schedule.next_retry_ns().map(|at| at.saturating_sub(now_ns).max(1));
+            let pause_ns = state.schedule.next_retry_ns(now_ns).map(|at| at.saturating_sub(now_ns).max(1));
             let nothing_out = state.schedule.calls_out() == 0;
             state.asleep = true;
             drop(state);

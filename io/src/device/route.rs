@@ -145,6 +145,12 @@ impl Router {
         }
     }
 
+    /// When the next drive gets so late that it is waited for no longer.
+    pub fn next_stall_ns(&self, now_ns: u64) -> Option<u64> {
+        let others = self.lanes.len() > 1;
+        self.lanes.iter().filter_map(Lane::stalls_ns).filter(|at| others && *at > now_ns).min()
+    }
+
     /// A request was given up at `drive`.
     pub fn failed(&mut self, drive: usize) {
         self.lanes[drive].stats.errors += 1;
@@ -177,11 +183,14 @@ impl Lane {
 
     /// Whether an answer is owed for [`STALL_TIMES`] as long as everything in hand should take.
     fn is_stalled(&self, now_ns: u64) -> bool {
-        let Some(rate) = self.rate().filter(|_| self.calls_out > 0) else {
-            return false;
-        };
-        let expected_ns = STALL_TIMES as f64 * self.bytes_out as f64 / rate;
-        now_ns.saturating_sub(self.since_ns) as f64 > expected_ns + STALL_NS_MIN as f64
+        self.stalls_ns().is_some_and(|at| at <= now_ns)
+    }
+
+    /// When that is so, unless a result comes before.
+    fn stalls_ns(&self) -> Option<u64> {
+        let rate = self.rate().filter(|_| self.calls_out > 0)?;
+        let expected_ns = (STALL_TIMES as f64 * self.bytes_out as f64 / rate) as u64;
+        Some(self.since_ns.saturating_add(expected_ns).saturating_add(STALL_NS_MIN).saturating_add(1))
     }
 }
 

@@ -14,7 +14,7 @@ use crate::device::route::Router;
 use crate::device::{Completion, DeviceStats, Priority, Read, RejectReason, Rejected};
 use crate::drive::{DriveSet, DriveStats};
 use crate::error::{IoError, ReadRange};
-use crate::file::{FileId, FileSet};
+use crate::file::{FileId, FileSet, refused};
 use crate::limits::DRIVES_MAX;
 use crate::plan::Segment;
 use crate::pool::{Slab, SlabPool};
@@ -124,7 +124,7 @@ struct Op {
     call: Call,
     not_before_ns: u64,
     drive: usize,
-    /// Drives that have failed this request, and what the first one, where the file itself is, had to say.
+    /// Drives that have failed this request, and what the file itself had to say, the first drive.
     failed: DriveSet,
     fault: Option<(Fault, u32)>,
 }
@@ -196,7 +196,12 @@ impl Schedule {
         let rest = segment.len - active.inside;
         let busy = self.waiting.len() + self.calls_out() > self.limits.whole_when_waiting;
         let len = if busy { rest } else { rest.min(self.limits.chunk_bytes) };
-        let drive = self.router.choose(self.files.sources(segment.file, DriveSet::default()), len, priority, now_ns)?;
+        if self.free_ops.is_empty() {
+            return None;
+        }
+        let sources = self.files.sources(segment.file, DriveSet::default());
+        // A drive whose rate is asked again has lost the old one: from here on the request goes out.
+        let drive = self.router.choose(sources, len, priority, now_ns)?;
         let op = self.free_ops.pop()?;
         self.tick(now_ns);
         if let Some(position) = position {
@@ -235,30 +240,26 @@ impl Schedule {
         if let Some(active) = &mut self.slots[slot as usize] {
             active.bytes += arrived;
         }
-        match step {
-            Step::Done => {}
-            Step::Again { pause_ns } => {
-                return self.repeat(op, now_ns.saturating_add(pause_ns), now_ns);
-            }
+        let fault = match step {
+            Step::Done => None,
+            Step::Again { pause_ns } => return self.repeat(op, now_ns.saturating_add(pause_ns), now_ns),
             Step::Refused(errno) => match self.files.refuse_direct(chunk.file, errno) {
                 Ok(()) => return self.repeat(op, now_ns, now_ns),
-                Err(error) if self.fail_over(op, Fault::Errno(errno), &error, now_ns) => {
-                    return self.repeat(op, now_ns, now_ns);
-                }
-                Err(error) => self.fail(slot, chunk.at, error, now_ns),
+                Err(_) => Some(Fault::Refused(errno)),
             },
-            Step::Failed(fault) => {
-                let error = self.failure(op, chunk.file, (fault, chunk.got));
-                if self.fail_over(op, fault, &error, now_ns) {
-                    return self.repeat(op, now_ns, now_ns);
-                }
-                // What the file itself had to say is the error, whichever copy was the last to fail.
-                let error = match self.ops[op as usize].fault {
-                    Some(first) => self.failure(op, self.segment_of(op).file, first),
-                    None => error,
-                };
-                self.fail(slot, chunk.at, error, now_ns);
+            Step::Failed(fault) => Some(fault),
+        };
+        if let Some(fault) = fault {
+            let error = self.failure(op, chunk.file, (fault, chunk.got));
+            if self.fail_over(op, fault, &error, now_ns) {
+                return self.repeat(op, now_ns, now_ns);
             }
+            // What the file itself had to say is the error, whichever copy was the last to fail.
+            let error = match self.ops[op as usize].fault {
+                Some(first) => self.failure(op, self.segment_of(op).file, first),
+                None => error,
+            };
+            self.fail(slot, chunk.at, error, now_ns);
         }
         self.release(op, now_ns);
     }
@@ -311,12 +312,20 @@ impl Schedule {
 
     /// Whether `next` may have something once depth or time allows.
     pub fn has_work(&self) -> bool {
-        !self.waiting.is_empty() || !self.again.is_empty() || self.current.iter().any(Option::is_some)
+        self.has_unsent() || !self.again.is_empty()
     }
 
-    /// When the earliest paused request may go on.
-    pub fn next_retry_ns(&self) -> Option<u64> {
-        self.again.iter().map(|op| self.ops[*op as usize].not_before_ns).min()
+    /// Whether a read is not handed out whole.
+    fn has_unsent(&self) -> bool {
+        !self.waiting.is_empty() || self.current.iter().any(Option::is_some)
+    }
+
+    /// When `next` may have something though no result came: a pause ends, or a drive that was waited for is so late
+    /// that another is asked.
+    pub fn next_retry_ns(&self, now_ns: u64) -> Option<u64> {
+        let pauses = self.again.iter().map(|op| self.ops[*op as usize].not_before_ns);
+        let stall = self.router.next_stall_ns(now_ns).filter(|_| self.has_unsent());
+        pauses.chain(stall).filter(|at| *at > now_ns).min()
     }
 
     pub fn cancel_lookahead(&mut self, now_ns: u64) -> usize {
@@ -569,6 +578,7 @@ impl Schedule {
             got: chunk.offset - whole.offset + u64::from(got),
         };
         match fault {
+            Fault::Refused(errno) => refused(range.path, errno),
             Fault::Errno(errno) => IoError::Read { range, errno },
             Fault::EndOfFile => IoError::EndOfFile { range },
             Fault::Stuck { attempts } => IoError::Stuck { range, attempts },
@@ -596,6 +606,7 @@ fn chunk_at(segment: Segment, file: FileId, inside: u32, len: u32) -> Chunk {
 mod tests {
     use super::*;
     use crate::access::IoMode;
+    use crate::drive::Mirror;
     use crate::plan::Segments;
 
     const SLAB: u32 = 1 << 20;
@@ -815,6 +826,74 @@ mod tests {
             let IoError::EndOfFile { range } = done.result.unwrap_err() else { panic!("not the end of the file") };
             assert_eq!((range.offset, range.wanted, range.got), (0, u64::from(SLAB), 300_000));
             assert_eq!(schedule.in_flight(), 0);
+        }
+    }
+
+    /// As `schedule`, with copies of the file on a second drive.
+    fn mirrored(depth_bytes: u64, calls: usize, mode: IoMode) -> (Schedule, SlabPool, [tempfile::NamedTempFile; 2]) {
+        let files = [(); 2].map(|()| tempfile::NamedTempFile::new().unwrap());
+        let [own, copy] = [&files[0], &files[1]].map(|file| file.path().to_owned());
+        let mirror = Mirror { dir: "mirror".into(), copies: vec![Some(copy)] };
+        let set = FileSet::open_mirrored(&[own], &[mirror], mode).unwrap();
+        let (mut schedule, pool, _) = schedule(depth_bytes, calls);
+        schedule = Schedule::new(Arc::new(set), pool.clone(), schedule.limits);
+        (schedule, pool, files)
+    }
+
+    #[test]
+    fn a_drive_that_cannot_be_asked_keeps_its_rate() {
+        let (mut schedule, pool, _files) = mirrored(u64::MAX, 1, IoMode::Buffered);
+        // The second drive is slow, and was left alone for long while the first one worked.
+        for (drive, from, to) in [(1, 0, 1_000_000_000), (0, 1_000_000_000, 80_000_000_000)] {
+            schedule.router.went(drive, CHUNK, from);
+            let bytes = if drive == 0 { u64::MAX >> 20 } else { 1 << 20 };
+            schedule.router.came(drive, CHUNK, bytes, to);
+        }
+        let now_ns = 80_000_000_000;
+        schedule.admit(read(0, Priority::Demand, 0), pool.take().unwrap(), now_ns).unwrap();
+        let asked = schedule.next(now_ns).unwrap();
+        assert_eq!(schedule.ops[asked.op as usize].drive, 1, "the slow drive is due");
+        schedule.complete(asked.op, 1 << 18, now_ns + 1_000_000_000);
+        let first = schedule.next(now_ns + 1_000_000_000).unwrap();
+        assert_eq!(schedule.ops[first.op as usize].drive, 0);
+        // No operation is left, and the slow drive is due once more: nothing goes out, and nothing is forgotten.
+        let later = now_ns + 60_000_000_000;
+        schedule.router.went(0, 4096, later);
+        schedule.router.came(0, 4096, 4096, later + 31_000_000_000);
+        let soonest = |schedule: &Schedule| schedule.router.soonest(DriveSet::FIRST.with(1), CHUNK, later);
+        let before = soonest(&schedule);
+        assert!(schedule.next(later + 31_000_000_000).is_none());
+        assert_eq!((before, soonest(&schedule)), (Some(0), Some(0)));
+    }
+
+    #[test]
+    fn the_error_of_two_copies_is_what_the_models_own_had_to_say() {
+        let own_says = [(libc::EIO, libc::EINVAL), (libc::EINVAL, libc::EIO)];
+        for (own, other) in own_says {
+            let (mut schedule, pool, files) = mirrored(u64::MAX, 4, IoMode::Buffered);
+            schedule.files = match FileSet::open_mirrored(
+                &[files[0].path().to_owned()],
+                &[Mirror { dir: "mirror".into(), copies: vec![Some(files[1].path().to_owned())] }],
+                IoMode::Direct,
+            ) {
+                Ok(files) => Arc::new(files),
+                Err(error) => return eprintln!("skipped: {error}"),
+            };
+            schedule.admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();
+            while let Some(issue) = schedule.next(0) {
+                let errno = if issue.file == FileId(0) { own } else { other };
+                schedule.complete(issue.op, -errno, 0);
+            }
+            let error = schedule.take_ready().unwrap().result.unwrap_err();
+            let path = match &error {
+                IoError::Read { range, errno } if errno.0 == libc::EIO && own == libc::EIO => &range.path,
+                IoError::DirectRefused { path, .. } if own == libc::EINVAL => path,
+                _ => panic!("{own}, {other}: {error:?}"),
+            };
+            assert_eq!(&**path, files[0].path());
+            let lines = schedule.files.warnings();
+            let about = |line: &String| line.contains("own directory is damaged");
+            assert_eq!((lines.len(), lines.iter().any(about)), (2, own == libc::EIO), "{lines:?}");
         }
     }
 

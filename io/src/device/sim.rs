@@ -235,7 +235,8 @@ impl Sim {
 
     /// When the next thing happens.
     fn next_event_ns(&self) -> Option<u64> {
-        self.next_pending().map(|next| self.pending[next].due_ns).or(self.schedule.next_retry_ns())
+        let due = self.next_pending().map(|next| self.pending[next].due_ns);
+        due.into_iter().chain(self.schedule.next_retry_ns(self.clock_ns)).min()
     }
 
     /// Lets things happen until a read is finished or the clock shows `until_ns`, as it does for a wait in vain.
@@ -257,20 +258,15 @@ impl Sim {
         (0..self.pending.len()).min_by_key(|index| (self.pending[*index].due_ns, self.pending[*index].number))
     }
 
-    /// Lets the next thing happen: a result, or the end of a pause. `false` where nothing is left to happen.
+    /// Lets the next thing happen: a result, the end of a pause, or of the patience with a drive. `false` where nothing is left to happen.
     fn step(&mut self) -> bool {
-        let Some(next) = self.next_pending() else {
-            return match self.schedule.next_retry_ns() {
-                Some(at) => {
-                    self.clock_ns = self.clock_ns.max(at);
-                    self.pump();
-                    true
-                }
-                None => false,
-            };
+        let Some(at) = self.next_event_ns() else { return false };
+        self.clock_ns = self.clock_ns.max(at);
+        let Some(next) = self.next_pending().filter(|next| self.pending[*next].due_ns <= self.clock_ns) else {
+            self.pump();
+            return true;
         };
-        let Pending { issue, fault, due_ns, .. } = self.pending.swap_remove(next);
-        self.clock_ns = self.clock_ns.max(due_ns);
+        let Pending { issue, fault, .. } = self.pending.swap_remove(next);
         if fault == Some(SimFault::Die) {
             self.dead.get_or_insert(IoError::DeviceDied { cause: "the script says so".to_owned() });
         }

@@ -103,7 +103,8 @@ fn serve<C: Calls>(shared: &Shared, calls: &C) {
             return;
         }
         let Some(issue) = ahead.take().or_else(|| state.schedule.next(now_ns)) else {
-            let pause = state.schedule.next_retry_ns().map(|at| Duration::from_nanos(at.saturating_sub(now_ns).max(1)));
+            let pause =
+                state.schedule.next_retry_ns(now_ns).map(|at| Duration::from_nanos(at.saturating_sub(now_ns).max(1)));
             state.idle += 1;
             state = match pause {
                 Some(pause) => shared.work.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0,

@@ -264,10 +264,10 @@ impl FileSet {
     /// [`IoError::DirectRefused`] where the set was opened with [`IoMode::Direct`].
     pub(crate) fn refuse_direct(&self, file: FileId, errno: Errno) -> Result<(), IoError> {
         let entry = self.entry(file);
-        let why = format!("a direct read was refused: {errno}");
         if self.mode == IoMode::Direct {
-            return Err(IoError::DirectRefused { path: Arc::clone(&entry.path), why });
+            return Err(refused(Arc::clone(&entry.path), errno));
         }
+        let why = why_refused(errno);
         let line = format!("{}: {why}; reading it through the page cache", entry.path.display());
         if entry.downgraded.set(Access::Buffered { why: Some(why) }).is_ok() {
             advise_random(&entry.plain);
@@ -301,6 +301,15 @@ impl fmt::Debug for FileSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FileSet").field("mode", &self.mode).field("files", &self.count).finish_non_exhaustive()
     }
+}
+
+/// The error of a direct read that met `errno`, where only direct reads are wanted.
+pub(crate) fn refused(path: Arc<Path>, errno: Errno) -> IoError {
+    IoError::DirectRefused { path, why: why_refused(errno) }
+}
+
+fn why_refused(errno: Errno) -> String {
+    format!("a direct read was refused: {errno}")
 }
 
 /// What a failure on the first drive means.
