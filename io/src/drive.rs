@@ -4,7 +4,6 @@ use std::path::PathBuf;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::file::FileId;
 use crate::limits::DRIVES_MAX;
 
 /// A copy, whole or partial, of the files of a set in another directory.
@@ -55,7 +54,8 @@ pub(crate) struct Copies {
 }
 
 struct Copy {
-    id: FileId,
+    /// Its position where the copies follow the files in one list.
+    place: usize,
     failed: AtomicBool,
     wrong: AtomicBool,
 }
@@ -65,32 +65,30 @@ impl Copies {
     pub fn new(files: usize, drives: usize) -> Copies {
         let table = (0..files * drives).map(|_| None).collect();
         let mut copies = Copies { drives, table };
-        for file in 0..files as u32 {
-            copies.put(FileId(file), 0, FileId(file));
-        }
+        (0..files).for_each(|file| copies.put(file, 0, file));
         copies
     }
 
-    /// `id` is the copy of `file` on `drive`.
-    pub fn put(&mut self, file: FileId, drive: usize, id: FileId) {
+    /// The copy of `file` on `drive` is the one at `place`.
+    pub fn put(&mut self, file: usize, drive: usize, place: usize) {
         let (failed, wrong) = (AtomicBool::new(false), AtomicBool::new(false));
-        self.table[file.0 as usize * self.drives + drive] = Some(Copy { id, failed, wrong });
+        self.table[file * self.drives + drive] = Some(Copy { place, failed, wrong });
     }
 
-    /// The copy of `file` on `drive`.
-    pub fn on(&self, file: FileId, drive: usize) -> Option<FileId> {
-        Some(self.of(file)[drive].as_ref()?.id)
+    /// Place of the copy of `file` on `drive`.
+    pub fn on(&self, file: usize, drive: usize) -> Option<usize> {
+        Some(self.of(file)[drive].as_ref()?.place)
     }
 
     /// A read of the copy of `file` on `drive` failed.
-    pub fn failed(&self, file: FileId, drive: usize) {
+    pub fn failed(&self, file: usize, drive: usize) {
         if let Some(copy) = &self.of(file)[drive] {
             copy.failed.store(true, Ordering::Relaxed);
         }
     }
 
     /// The copy of `file` on `drive` gave wrong bytes: on a mirror every other copy counts as wrong too.
-    pub fn wrong(&self, file: FileId, drive: usize) {
+    pub fn wrong(&self, file: usize, drive: usize) {
         let whole = self.table.iter().skip(drive).step_by(self.drives).filter(|_| drive > 0);
         for copy in whole.chain([&self.of(file)[drive]]).flatten() {
             copy.wrong.store(true, Ordering::Relaxed);
@@ -99,7 +97,7 @@ impl Copies {
 
     /// The drives to read `file` from, of those not `tried`: all that are good; else one that failed, the file itself
     /// before its mirrors; else the file itself, wrong as it is. None is left only where something was tried.
-    pub fn sources(&self, file: FileId, tried: DriveSet) -> DriveSet {
+    pub fn sources(&self, file: usize, tried: DriveSet) -> DriveSet {
         let known = |copy: &Copy| (copy.failed.load(Ordering::Relaxed), copy.wrong.load(Ordering::Relaxed));
         let (mut good, mut failed) = (DriveSet::default(), DriveSet::default());
         for (drive, copy) in (0..).zip(self.of(file)).filter(|(drive, _)| !tried.contains(*drive)) {
@@ -116,8 +114,8 @@ impl Copies {
         }
     }
 
-    fn of(&self, file: FileId) -> &[Option<Copy>] {
-        &self.table[file.0 as usize * self.drives..][..self.drives]
+    fn of(&self, file: usize) -> &[Option<Copy>] {
+        &self.table[file * self.drives..][..self.drives]
     }
 }
 
@@ -165,7 +163,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const FILE: FileId = FileId(1);
+    const FILE: usize = 1;
 
     fn set(drives: &[usize]) -> DriveSet {
         drives.iter().fold(DriveSet::default(), |set, drive| set.with(*drive))
@@ -176,7 +174,7 @@ mod tests {
         let mut copies = Copies::new(3, 3);
         let there = [(0, 1), (1, 1), (2, 1), (1, 2), (2, 2)];
         for (id, (file, drive)) in (3..).zip(there) {
-            copies.put(FileId(file), drive, FileId(id));
+            copies.put(file, drive, id);
         }
         copies
     }
@@ -185,21 +183,18 @@ mod tests {
     fn good_copies_come_before_failed_ones_and_a_wrong_mirror_never() {
         let (all, none) = (set(&[0, 1, 2]), set(&[]));
         let copies = copies();
-        assert_eq!(
-            (copies.on(FILE, 0), copies.on(FILE, 2), copies.on(FileId(0), 2)),
-            (Some(FILE), Some(FileId(6)), None)
-        );
+        assert_eq!((copies.on(FILE, 0), copies.on(FILE, 2), copies.on(0, 2)), (Some(FILE), Some(6), None));
         assert_eq!(copies.sources(FILE, none), all);
-        assert_eq!(copies.sources(FileId(0), none), set(&[0, 1]));
+        assert_eq!(copies.sources(0, none), set(&[0, 1]));
         // A mirror that was wrong with another file is wrong with this one too, and no way to save a read.
-        copies.wrong(FileId(0), 1);
+        copies.wrong(0, 1);
         assert_eq!(copies.sources(FILE, none), set(&[0, 2]));
         assert_eq!(copies.sources(FILE, set(&[0])), set(&[2]));
-        assert_eq!(copies.sources(FileId(0), set(&[0])), none);
+        assert_eq!(copies.sources(0, set(&[0])), none);
         copies.failed(FILE, 0);
         assert_eq!(copies.sources(FILE, none), set(&[2]));
         assert_eq!(copies.sources(FILE, set(&[2])), set(&[0]), "what failed may pass");
-        assert_eq!(copies.sources(FileId(2), none), set(&[0, 2]), "a failure is of one copy");
+        assert_eq!(copies.sources(2, none), set(&[0, 2]), "a failure is of one copy");
     }
 
     #[test]
@@ -212,7 +207,7 @@ mod tests {
         copies.failed(FILE, 2);
         assert_eq!(copies.sources(FILE, set(&[])), set(&[1]));
         assert_eq!(copies.sources(FILE, set(&[1, 2])), set(&[0]));
-        assert_eq!(copies.sources(FileId(0), set(&[])), set(&[0, 1]), "the model's other files are not wrong with it");
+        assert_eq!(copies.sources(0, set(&[])), set(&[0, 1]), "the model's other files are not wrong with it");
     }
 
     proptest! {
@@ -224,11 +219,11 @@ mod tests {
             tried in any::<u8>(),
         ) {
             let mut copies = Copies::new(1, 8);
-            (1..8).filter(|drive| there[*drive - 1]).for_each(|drive| copies.put(FileId(0), drive, FileId(drive as u32)));
+            (1..8).filter(|drive| there[*drive - 1]).for_each(|drive| copies.put(0, drive, drive));
             for (drive, state) in states.iter().enumerate() {
                 match state {
-                    1 => copies.failed(FileId(0), drive),
-                    2 => copies.wrong(FileId(0), drive),
+                    1 => copies.failed(0, drive),
+                    2 => copies.wrong(0, drive),
                     _ => {}
                 }
             }
@@ -239,7 +234,7 @@ mod tests {
                 (_, 2) => 3,
                 (_, state) => state,
             };
-            let chosen = copies.sources(FileId(0), DriveSet(tried));
+            let chosen = copies.sources(0, DriveSet(tried));
             let best = (0..8).map(class).min().unwrap_or(3);
             prop_assert!(chosen.iter().all(|drive| class(drive) == best && best < 3));
             let expected = match best {

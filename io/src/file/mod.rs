@@ -74,7 +74,7 @@ impl FileSet {
                     let what = format!("{} bytes, not {}", copy.identity.bytes, files[file].identity.bytes);
                     return Err(IoError::NotACopy { path, of, what });
                 }
-                copies.put(FileId(file as u32), drive, FileId(files.len() as u32));
+                copies.put(file, drive, files.len());
                 files.push(copy);
             }
         }
@@ -144,7 +144,7 @@ impl FileSet {
     /// A read of the copy of a file on a drive failed, and there is another copy: that is preferred from now on. The
     /// first failure of each drive is told. Panics for an id or a number that is not of this set.
     pub fn avoid(&self, file: FileId, drive: usize, error: &IoError) {
-        self.copies.failed(file, drive);
+        self.copies.failed(file.0 as usize, drive);
         let result = match error {
             _ if drive > 0 => "this mirror is not read any more where it failed",
             IoError::DirectRefused { .. } => "a mirror is read in its place",
@@ -159,7 +159,7 @@ impl FileSet {
     /// drive are told; `what` goes into the line. Panics for an id or a number that is not of this set.
     pub fn distrust(&self, file: FileId, drive: usize, what: &str) {
         let Some(copy) = self.copy_on(file, drive) else { return };
-        self.copies.wrong(file, drive);
+        self.copies.wrong(file.0 as usize, drive);
         let result = if drive > 0 { "this mirror is not read any more" } else { DAMAGED };
         let line = || format!("{}: {what}; {result}", self.path(copy).display());
         self.drives[drive].told_wrong.call_once(|| self.warn(line()));
@@ -232,7 +232,7 @@ impl FileSet {
 
     /// The copy of a file on a drive; the file itself on drive 0.
     pub(crate) fn copy_on(&self, file: FileId, drive: usize) -> Option<FileId> {
-        self.copies.on(file, drive)
+        self.copies.on(file.0 as usize, drive).map(|place| FileId(place as u32))
     }
 
     /// Whether there is a choice of drives to read a file from.
@@ -242,7 +242,7 @@ impl FileSet {
 
     /// The drives to read a file from now, of those not `tried` before; see [`Copies::sources`].
     pub(crate) fn sources(&self, file: FileId, tried: DriveSet) -> DriveSet {
-        self.copies.sources(file, tried)
+        self.copies.sources(file.0 as usize, tried)
     }
 
     /// Every descriptor reads may use: two a file, the one through the page cache and the direct one, -1 for none.
