@@ -252,3 +252,29 @@ fn a_copy_that_differs_in_length_or_header_is_refused_by_name() {
     std::fs::create_dir(&copies[3]).unwrap();
     refused(&[dir.path()], 1, &[&name(&copies[3]), "kind of file"]);
 }
+
+#[test]
+fn a_mirror_does_not_stand_in_for_a_shard_that_the_model_lacks() {
+    let own = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for file in std::fs::read_dir(ARITHMETIC.model.dir()).unwrap().map(|file| file.unwrap().path()) {
+        std::fs::copy(&file, own.path().join(file.file_name().unwrap())).unwrap();
+    }
+    let gone = shards(own.path())[4].clone();
+    std::fs::remove_file(&gone).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+    command.args(["run", "-n", "1", "-p", "x", "-m"]).arg(own.path()).arg("--mirror").arg(ARITHMETIC.model.dir());
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && output.stdout.is_empty(), "{text}");
+    assert!(text.contains(gone.file_name().unwrap().to_str().unwrap()) && text.contains("hint: "), "{text}");
+}
+
+#[test]
+fn a_copy_that_cannot_be_read_at_the_start_is_refused_by_name() {
+    let dir = mirror(1);
+    let copy = shards(dir.path())[3].clone();
+    std::fs::remove_file(&copy).unwrap();
+    // A link to itself: unreadable for root too.
+    std::os::unix::fs::symlink(&copy, &copy).unwrap();
+    refused(&[dir.path()], 1, &[&copy.display().to_string(), "leave --mirror out"]);
+}

@@ -7,12 +7,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::limits::DRIVES_MAX;
 
 /// A copy, whole or partial, of the files of a set in another directory.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mirror {
     /// The directory, for messages.
     pub dir: PathBuf,
     /// The copy of each file of the set, in the same order; `None` where there is none.
     pub copies: Vec<Option<PathBuf>>,
+    /// Device and inode of each copy that was looked at before: another file under its path is then refused. May be
+    /// shorter than `copies`.
+    pub seen: Vec<Option<(u64, u64)>>,
 }
 
 /// What one drive did for a device.
@@ -24,6 +27,8 @@ pub struct DriveStats {
     pub busy_ns: u64,
     /// Requests that it failed, after the retries they deserve.
     pub errors: u64,
+    /// Requests that it has not answered yet.
+    pub owed: usize,
 }
 
 /// A directory that holds the files, or copies of them.

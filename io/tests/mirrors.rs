@@ -31,7 +31,7 @@ fn mirrored(copies: usize) -> (Model, Model, Mirror) {
 
 fn mirror_of(other: &Model) -> Mirror {
     let copies: Vec<Option<PathBuf>> = other.paths.iter().cloned().map(Some).chain([None, None]).take(2).collect();
-    Mirror { dir: other.dir.path().to_owned(), copies }
+    Mirror { dir: other.dir.path().to_owned(), copies, seen: vec![] }
 }
 
 fn open_both(model: &Model, mirror: &Mirror, mode: IoMode) -> Arc<FileSet> {
@@ -177,13 +177,7 @@ fn one_drive_lost_at_any_moment_changes_no_byte() {
     for seed in 0..200 {
         for lost in [0, 1] {
             let files = open_both(&model, &mirror, IoMode::Auto);
-            let storm = SimConfig {
-                eio_per_mille: 0,
-                zero_per_mille: 0,
-                chunk_bytes: 16 << (10 + seed % 3),
-                lost: Some((lost, seed)),
-                ..SimConfig::stormy(seed)
-            };
+            let storm = SimConfig { lost: Some((lost, seed)), ..bounded(seed) };
             let pool = pool();
             let mut device = sim_device(&storm, Arc::clone(&files), &pool).unwrap();
             let context = format!("seed {seed}, drive {lost} lost");
@@ -194,6 +188,108 @@ fn one_drive_lost_at_any_moment_changes_no_byte() {
             assert_eq!(pool.free(), 4, "{context}: a slab leaked");
         }
     }
+}
+
+/// A storm with bounds that depend on the seed, so that every way to cut and to hold back is met.
+fn bounded(seed: u64) -> SimConfig {
+    SimConfig {
+        eio_per_mille: 0,
+        zero_per_mille: 0,
+        chunk_bytes: 16 << (10 + seed % 3),
+        whole_when_waiting: if seed.is_multiple_of(2) { usize::MAX } else { 3 },
+        requests: (seed % 3 == 1).then_some((5, 16 << 10)),
+        calls_of_drive: [usize::MAX, 1, 4][(seed % 3) as usize],
+        calls: 2 + (seed % 13) as usize,
+        ..SimConfig::stormy(seed)
+    }
+}
+
+/// As `read_all`, as far as it goes within a minute of the simulated clock; the reads that are done.
+fn read_for_a_minute(device: &mut dyn Device, files: &FileSet, pool: &SlabPool, context: &str) -> usize {
+    let wanted = reads();
+    let plans: Vec<_> = wanted.iter().map(|spans| plan_of(files, spans)).collect();
+    let (mut next, mut done) = (0, 0);
+    loop {
+        while next < plans.len()
+            && let Some(slab) = pool.take()
+        {
+            device.submit(demand(next as u64, &plans[next]), slab).unwrap();
+            next += 1;
+        }
+        let Some(read) = device.reap(Wait::AtMost(Duration::from_secs(60))).unwrap() else { return done };
+        assert_eq!(read.result, Ok(()), "{context}");
+        let tag = read.tag as usize;
+        check_bytes(&plans[tag], &wanted[tag], read.slab.bytes(), context);
+        done += 1;
+    }
+}
+
+#[test]
+fn a_drive_that_hangs_holds_up_the_reads_it_has_and_no_other() {
+    let (model, _other, mirror) = mirrored(2);
+    for seed in 0..200 {
+        let hung = (seed % 2) as usize;
+        let files = open_both(&model, &mirror, IoMode::Auto);
+        let bounded = bounded(seed);
+        let calls = bounded.calls.max(8);
+        let storm = SimConfig { hangs: Some((hung, 3 * seed)), calls, stall_per_mille: 0, ..bounded };
+        // Slabs enough for every read: what hangs keeps its slab.
+        let pool = SlabPool::new(400 * KIB as usize, 24).unwrap();
+        let mut device = sim_device(&storm, Arc::clone(&files), &pool).unwrap();
+        let context = format!("seed {seed}, drive {hung} hangs");
+        let done = read_for_a_minute(&mut *device, &files, &pool, &context);
+        let owed: Vec<usize> = device.drives().iter().map(|drive| drive.owed).collect();
+        assert_eq!(owed[1 - hung], 0, "{context}");
+        let left = reads().len() - done;
+        assert!(left == device.in_flight() && left <= owed[hung], "{context}: {left} of {owed:?}");
+        drop(device);
+        assert_eq!(pool.free(), 24, "{context}: a slab leaked");
+    }
+}
+
+#[test]
+fn what_waits_for_a_drive_that_hangs_goes_to_the_other_at_once() {
+    let (model, _other, mirror) = mirrored(2);
+    let files = open_both(&model, &mirror, IoMode::Auto);
+    // One call of a drive at a time: the one that hangs is full when the next read comes, and nothing else happens.
+    let calm = SimConfig { delay: Duration::from_millis(1)..Duration::from_millis(1), ..SimConfig::calm(1) };
+    let sim = SimConfig { reorder: true, calls_of_drive: 1, chunk_bytes: 64 << 10, hangs: Some((1, 40)), ..calm };
+    let pool = SlabPool::new(400 * KIB as usize, 24).unwrap();
+    let mut device = sim_device(&sim, Arc::clone(&files), &pool).unwrap();
+    let done = read_for_a_minute(&mut *device, &files, &pool, "hangs");
+    assert_eq!((done, device.drives()[1].owed), (reads().len() - 1, 1));
+}
+
+#[test]
+fn bits_that_a_drive_flips_are_its_own_and_end_when_it_is_distrusted() {
+    let (model, _other, mirror) = mirrored(2);
+    let wanted = reads();
+    let mut found = [0; 2];
+    for seed in 0..100 {
+        let bad = (seed % 2) as usize;
+        let files = open_both(&model, &mirror, IoMode::Auto);
+        let storm = SimConfig { flips: Some((bad, 300)), ..bounded(seed) };
+        let pool = pool();
+        let mut device = sim_device(&storm, Arc::clone(&files), &pool).unwrap();
+        for (tag, spans) in wanted.iter().enumerate() {
+            let plan = plan_of(&files, spans);
+            device.submit(demand(tag as u64, &plan), pool.take().unwrap()).unwrap();
+            let read = device.reap(Wait::Block).unwrap().unwrap();
+            assert_eq!(read.result, Ok(()));
+            let is_right = plan.places.iter().zip(spans).all(|(place, span)| {
+                let bytes = &read.slab.bytes()[place.at as usize..][..place.len as usize];
+                bytes.iter().zip(span.offset..).all(|(byte, offset)| *byte == common::byte_at(span.file.0, offset))
+            });
+            let known = files.warnings().len();
+            assert!(is_right || known == 0, "seed {seed}: drive {bad} was distrusted before");
+            if !is_right {
+                found[bad] += 1;
+                (0..2).for_each(|file| files.distrust(FileId(file), bad, "a bit is flipped"));
+            }
+        }
+    }
+    // Of 50 seeds each: three calls in ten, and most reads are several.
+    assert!(found[0] > 40 && found[1] > 40, "{found:?}");
 }
 
 #[test]
@@ -289,6 +385,20 @@ fn what_is_no_copy_is_refused() {
     std::fs::remove_file(&other.paths[1]).unwrap();
     let error = open(std::slice::from_ref(&mirror)).unwrap_err();
     assert!(matches!(error, IoError::Open { path, .. } if *path == *other.paths[1]));
+}
+
+#[test]
+fn a_copy_that_is_not_the_file_that_was_compared_is_refused() {
+    use std::os::unix::fs::MetadataExt;
+    let (model, other, mirror) = mirrored(2);
+    let seen = |path: &PathBuf| std::fs::metadata(path).map(|it| (it.dev(), it.ino())).ok();
+    let mirror = Mirror { seen: other.paths.iter().map(seen).collect(), ..mirror };
+    let open = || FileSet::open_mirrored(&model.paths, std::slice::from_ref(&mirror), IoMode::Auto);
+    assert!(open().is_ok());
+    let moved = other.dir.path().join("moved");
+    std::fs::rename(&other.paths[1], &moved).unwrap();
+    std::fs::copy(&moved, &other.paths[1]).unwrap();
+    assert!(matches!(open(), Err(IoError::Changed { path, .. }) if *path == *other.paths[1]));
 }
 
 #[test]

@@ -1,7 +1,11 @@
 //! Copies of a model's shards in other directories.
 //!
 //! A copy counts by its length and its header, byte for byte: what a header says of a shard, its tensors and, in a
-//! container, their checksums, is then true of both. No weight is compared.
+//! container, their checksums, is then true of both. No weight is compared. The file that was compared is the one that
+//! will be read, or none.
+//!
+//! The model's own header is the measure, so a model whose shard is gone cannot be opened, mirrors or not; and what a
+//! mirror has and cannot be read is refused by name, because it was asked for. Only what fails later is covered for.
 
 use super::TensorMap;
 use crate::limits::MAX_HEADER_BYTES;
@@ -88,18 +92,19 @@ pub fn find(dirs: &[PathBuf], tensors: &TensorMap) -> Result<Vec<Mirror>, Mirror
             return Err(MirrorError::Same { dir: dir.clone(), other: other.clone() });
         }
         known.push((dir.clone(), this));
-        let copies = tensors.paths().iter().map(|shard| copy_of(shard, dir)).collect::<Result<Vec<_>, _>>()?;
-        if copies.iter().all(Option::is_none) {
-            let (model, shards) = (tensors.dir().to_owned(), copies.len());
+        let found = tensors.paths().iter().map(|shard| copy_of(shard, dir)).collect::<Result<Vec<_>, _>>()?;
+        if found.iter().all(Option::is_none) {
+            let (model, shards) = (tensors.dir().to_owned(), found.len());
             return Err(MirrorError::Nothing { dir: dir.clone(), model, shards });
         }
-        mirrors.push(Mirror { dir: dir.clone(), copies });
+        let (copies, seen) = found.into_iter().map(Option::unzip).unzip();
+        mirrors.push(Mirror { dir: dir.clone(), copies, seen });
     }
     Ok(mirrors)
 }
 
-/// The copy of `shard` in `dir`. A link to the shard itself is none: it brings no second drive.
-fn copy_of(shard: &Path, dir: &Path) -> Result<Option<PathBuf>, MirrorError> {
+/// The copy of `shard` in `dir` and the file it is, by device and inode. A link to the shard itself is none: it brings no second drive.
+fn copy_of(shard: &Path, dir: &Path) -> Result<Option<(PathBuf, (u64, u64))>, MirrorError> {
     let Some(name) = shard.file_name() else { return Ok(None) };
     let copy = dir.join(name);
     let there = match std::fs::metadata(&copy) {
@@ -120,27 +125,28 @@ fn copy_of(shard: &Path, dir: &Path) -> Result<Option<PathBuf>, MirrorError> {
     if own.len() != there.len() {
         return differs("length", format!("{} bytes", own.len()), format!("{} bytes", there.len()));
     }
-    let (expected, found) = (header(shard, own.len())?, header(&copy, there.len())?);
+    let ((expected, _), (found, seen)) = (header(shard, own.len())?, header(&copy, there.len())?);
     if expected.len() != found.len() {
         return differs("header length", format!("{} bytes", expected.len()), format!("{} bytes", found.len()));
     }
     match expected.iter().zip(&found).position(|(a, b)| a != b) {
         Some(at) => differs("header", "the same bytes".to_owned(), format!("another byte {at}")),
-        None => Ok(Some(copy)),
+        None => Ok(Some((copy, seen))),
     }
 }
 
-/// The header of a shard of `bytes` bytes with its length before it, as far as there is one.
-fn header(path: &Path, bytes: u64) -> Result<Vec<u8>, MirrorError> {
+/// The header of a shard of `bytes` bytes with its length before it, as far as there is one, and the file it came from.
+fn header(path: &Path, bytes: u64) -> Result<(Vec<u8>, (u64, u64)), MirrorError> {
     let failed = |source| MirrorError::Io { path: path.to_owned(), source };
     let file = File::open(path).map_err(failed)?;
+    let seen = identity(&file.metadata().map_err(failed)?);
     let mut prefix = [0u8; 8];
     let known = bytes.min(prefix.len() as u64) as usize;
     file.read_exact_at(&mut prefix[..known], 0).map_err(failed)?;
     let stated = u64::from_le_bytes(prefix).min(MAX_HEADER_BYTES);
     let mut header = vec![0u8; stated.saturating_add(8).min(bytes) as usize];
     file.read_exact_at(&mut header, 0).map_err(failed)?;
-    Ok(header)
+    Ok((header, seen))
 }
 
 fn looked_at(path: &Path) -> Result<Metadata, MirrorError> {

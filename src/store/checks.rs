@@ -170,8 +170,11 @@ mod tests {
         let right = [7u8; 8192];
         paths.iter().for_each(|path| std::fs::write(path, right).unwrap());
         std::fs::write(&paths[0], [6u8; 8192]).unwrap();
-        let mirrors =
-            [1, 2].map(|drive| Mirror { dir: dirs[drive].path().to_owned(), copies: vec![Some(paths[drive].clone())] });
+        let mirrors = [1, 2].map(|drive| Mirror {
+            dir: dirs[drive].path().to_owned(),
+            copies: vec![Some(paths[drive].clone())],
+            seen: vec![],
+        });
         let files = FileSet::open_mirrored(&paths[..1], &mirrors, IoMode::Buffered).unwrap();
         std::fs::OpenOptions::new().write(true).open(&paths[1]).unwrap().set_len(100).unwrap();
         let span = FileSpan { file: FileId(0), offset: 1000, len: 3000 };

@@ -6,11 +6,12 @@ mod hung;
 
 use std::collections::VecDeque;
 use std::io::Write;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use millstream_io::{
-    DeviceReport, DeviceStats, FileId, FileSet, FileSpan, IoMode, Rejected, SimConfig, SimFault, sim_device,
+    DeviceReport, DeviceStats, FileId, FileSet, FileSpan, IoMode, Mirror, Rejected, SimConfig, SimFault, sim_device,
 };
 use proptest::prelude::*;
 
@@ -70,6 +71,18 @@ fn fixture() -> Fixture {
     file.write_all(&bytes).unwrap();
     let files = Arc::new(FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap());
     Fixture { _file: file, files, index: ExpertIndex { layers } }
+}
+
+/// Gives the fixture a mirror, a copy with changed bytes; its directory, and the copy.
+fn copied(fixture: &mut Fixture, change: impl Fn(&mut [u8])) -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let (own, copy) = (fixture.files.path(FileId(0)).to_owned(), dir.path().join("copy"));
+    let mut bytes = std::fs::read(&own).unwrap();
+    change(&mut bytes);
+    std::fs::write(&copy, bytes).unwrap();
+    let mirror = Mirror { dir: dir.path().to_owned(), copies: vec![Some(copy.clone())], seen: vec![] };
+    fixture.files = Arc::new(FileSet::open_mirrored(&[own], &[mirror], IoMode::Buffered).unwrap());
+    (dir, copy)
 }
 
 impl Fixture {

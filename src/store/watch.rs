@@ -2,11 +2,11 @@
 
 use std::fmt;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use millstream_io::{FileSet, Wait};
+use millstream_io::{FileId, FileSet, Wait};
 
 use super::{Content, ExpertKey, ExpertStore, StoreError};
 use crate::limits::{HUNG_AFTER, WAIT_STEP};
@@ -16,7 +16,7 @@ use crate::limits::{HUNG_AFTER, WAIT_STEP};
 pub struct Hung {
     /// Of the experts that are waited for the first in the order of the files.
     pub key: ExpertKey,
-    /// The file it is read from.
+    /// The file it is read from: the copy on the first drive that owes an answer, where several drives share the reads.
     pub file: PathBuf,
     /// Where in the file it begins.
     pub offset: u64,
@@ -126,6 +126,13 @@ impl ExpertStore {
         }
     }
 
+    /// The copy of `file` on the first drive that has not answered everything.
+    fn owing_copy<'a>(&self, files: &'a FileSet, file: FileId) -> &'a Path {
+        let drives = self.device.drives();
+        let owing = (0..files.drives()).filter(|drive| drives.get(*drive).is_some_and(|drive| drive.owed > 0));
+        owing.filter_map(|drive| files.copy_path(file, drive)).next().unwrap_or(files.path(file))
+    }
+
     /// Describes what is waited for.
     fn hung(&self, waited: Duration) -> Notice {
         // Guesses are waited for only when nothing else is.
@@ -138,7 +145,7 @@ impl ExpertStore {
         match (segment, &self.watch) {
             (Some((key, segment)), Some((_, files))) => Notice::Hung(Hung {
                 key,
-                file: files.path(segment.file).to_owned(),
+                file: self.owing_copy(files, segment.file).to_owned(),
                 offset: segment.offset,
                 bytes: segment.len.into(),
                 reads: self.awaited.max(1),

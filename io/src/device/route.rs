@@ -58,7 +58,7 @@ impl Router {
     }
 
     pub fn stats(&self) -> impl Iterator<Item = DriveStats> {
-        self.lanes.iter().map(|lane| lane.stats)
+        self.lanes.iter().map(|lane| DriveStats { owed: lane.calls_out, ..lane.stats })
     }
 
     /// The drive of `copies` to read `len` bytes from now; `None` where the best one has no room for them, as waiting

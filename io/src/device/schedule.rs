@@ -132,7 +132,10 @@ struct Op {
 impl Schedule {
     pub fn new(files: Arc<FileSet>, pool: SlabPool, limits: Limits) -> Schedule {
         let Limits { reads, calls, .. } = limits;
-        let router = Router::new(&limits.caps[..files.drives()], limits.depth_bytes, limits.calls_of_drive);
+        let share = if files.drives() > 1 { (calls / files.drives()).max(1) } else { calls };
+        // A drive that hangs must not keep the operations that others are read with.
+        let calls_of_drive = limits.calls_of_drive.min(share);
+        let router = Router::new(&limits.caps[..files.drives()], limits.depth_bytes, calls_of_drive);
         Schedule {
             files,
             pool,
@@ -833,7 +836,7 @@ mod tests {
     fn mirrored(depth_bytes: u64, calls: usize, mode: IoMode) -> (Schedule, SlabPool, [tempfile::NamedTempFile; 2]) {
         let files = [(); 2].map(|()| tempfile::NamedTempFile::new().unwrap());
         let [own, copy] = [&files[0], &files[1]].map(|file| file.path().to_owned());
-        let mirror = Mirror { dir: "mirror".into(), copies: vec![Some(copy)] };
+        let mirror = Mirror { dir: "mirror".into(), copies: vec![Some(copy)], seen: vec![] };
         let set = FileSet::open_mirrored(&[own], &[mirror], mode).unwrap();
         let (mut schedule, pool, _) = schedule(depth_bytes, calls);
         schedule = Schedule::new(Arc::new(set), pool.clone(), schedule.limits);
@@ -873,7 +876,7 @@ mod tests {
             let (mut schedule, pool, files) = mirrored(u64::MAX, 4, IoMode::Buffered);
             schedule.files = match FileSet::open_mirrored(
                 &[files[0].path().to_owned()],
-                &[Mirror { dir: "mirror".into(), copies: vec![Some(files[1].path().to_owned())] }],
+                &[Mirror { dir: "mirror".into(), copies: vec![Some(files[1].path().to_owned())], seen: vec![] }],
                 IoMode::Direct,
             ) {
                 Ok(files) => Arc::new(files),

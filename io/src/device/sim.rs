@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::device::schedule::{Issue, Limits, Schedule};
+use crate::device::schedule::{Issue, Limits, RequestCap, Schedule};
 use crate::device::{Completion, Device, DeviceReport, DeviceStats, Read, RejectReason, Rejected, Wait};
 use crate::drive::DriveStats;
 use crate::error::IoError;
@@ -57,14 +57,24 @@ pub struct SimConfig {
     pub stall: Duration,
     /// Of the drives that hold the files, one that fails every call with `EIO` from this one on, counted over all.
     pub lost: Option<(usize, u64)>,
+    /// One that answers no call from this one on, until the device is dropped.
+    pub hangs: Option<(usize, u64)>,
+    /// One that returns a flipped bit with so many of a thousand calls, and says nothing of it.
+    pub flips: Option<(usize, u16)>,
     /// Faults at given calls, counted from 0 over the life of the device; they come before chance.
     pub script: Vec<(u64, SimFault)>,
     /// Cap on bytes handed out at a time.
     pub depth_bytes: u64,
     /// Largest single call.
     pub chunk_bytes: u32,
+    /// More calls out and reads waiting than this, and a segment is one call.
+    pub whole_when_waiting: usize,
+    /// Requests that each drive's queue may hold, and the bytes of one; `None` for no bound.
+    pub requests: Option<(u64, u64)>,
     /// Calls at a time.
     pub calls: usize,
+    /// Of those, the most that are of one drive.
+    pub calls_of_drive: usize,
     /// Most reads admitted and not yet reaped.
     pub queue: usize,
 }
@@ -84,10 +94,15 @@ impl SimConfig {
             stall_per_mille: 0,
             stall: Duration::from_secs(5),
             lost: None,
+            hangs: None,
+            flips: None,
             script: Vec::new(),
             depth_bytes: DEPTH_BYTES_MIN,
             chunk_bytes: RING_CHUNK_BYTES,
+            whole_when_waiting: usize::MAX,
+            requests: None,
             calls: RING_ENTRIES as usize,
+            calls_of_drive: usize::MAX,
             queue: QUEUE_READS,
         }
     }
@@ -119,14 +134,15 @@ pub fn sim_device(cfg: &SimConfig, files: Arc<FileSet>, pool: &SlabPool) -> Resu
         });
     }
     let align = files.align();
+    let cap = cfg.requests.map(|(requests, request_bytes)| RequestCap { requests, request_bytes });
     let limits = Limits {
         depth_bytes: cfg.depth_bytes,
         chunk_bytes: cfg.chunk_bytes.next_multiple_of(align),
-        whole_when_waiting: usize::MAX,
+        whole_when_waiting: cfg.whole_when_waiting,
         calls: cfg.calls,
-        calls_of_drive: usize::MAX,
+        calls_of_drive: cfg.calls_of_drive,
         reads: cfg.queue,
-        caps: [None; DRIVES_MAX],
+        caps: [cap; DRIVES_MAX],
     };
     Ok(Box::new(Sim {
         schedule: Schedule::new(Arc::clone(&files), pool.clone(), limits),
@@ -158,6 +174,8 @@ struct Sim {
 struct Pending {
     issue: Call,
     fault: Option<SimFault>,
+    /// Whether a bit of the answer is flipped.
+    flipped: bool,
     due_ns: u64,
     number: u64,
 }
@@ -181,18 +199,28 @@ impl Sim {
             let number = self.calls;
             self.calls += 1;
             let drawn = self.draw(number, len);
-            let lost = self.cfg.lost.filter(|(drive, from)| self.files.drive_of(file) == *drive && *from <= number);
-            let fault = lost.map(|_| SimFault::Errno(libc::EIO)).or(drawn);
-            let mut due_ns = self.clock_ns + self.delay_ns();
-            if let Some(SimFault::Stall(stall)) = fault {
-                due_ns += stall.as_nanos() as u64;
-            }
-            if !self.cfg.reorder {
-                due_ns = due_ns.max(self.last_due_ns);
-            }
-            self.last_due_ns = due_ns;
-            self.pending.push(Pending { issue: Call { op, file, direct, offset, len }, fault, due_ns, number });
+            let drive = self.files.drive_of(file);
+            let is_hit = |fault: Option<(usize, u64)>| fault.is_some_and(|(at, from)| at == drive && from <= number);
+            let fault = if is_hit(self.cfg.lost) { Some(SimFault::Errno(libc::EIO)) } else { drawn };
+            let flips = self.cfg.flips.filter(|(at, _)| *at == drive);
+            let flipped = flips.is_some_and(|(_, per_mille)| self.random.below(1000) < u64::from(per_mille));
+            let due_ns = if is_hit(self.cfg.hangs) { self.clock_ns + NEVER_NS } else { self.due_ns(fault) };
+            let issue = Call { op, file, direct, offset, len };
+            self.pending.push(Pending { issue, fault, flipped, due_ns, number });
         }
+    }
+
+    /// When a call that goes out now is answered.
+    fn due_ns(&mut self, fault: Option<SimFault>) -> u64 {
+        let mut due_ns = self.clock_ns + self.delay_ns();
+        if let Some(SimFault::Stall(stall)) = fault {
+            due_ns += stall.as_nanos() as u64;
+        }
+        if !self.cfg.reorder {
+            due_ns = due_ns.max(self.last_due_ns);
+        }
+        self.last_due_ns = due_ns;
+        due_ns
     }
 
     fn draw(&mut self, number: u64, len: u32) -> Option<SimFault> {
@@ -266,11 +294,11 @@ impl Sim {
             self.pump();
             return true;
         };
-        let Pending { issue, fault, .. } = self.pending.swap_remove(next);
+        let Pending { issue, fault, flipped, .. } = self.pending.swap_remove(next);
         if fault == Some(SimFault::Die) {
             self.dead.get_or_insert(IoError::DeviceDied { cause: "the script says so".to_owned() });
         }
-        let result = self.answer(issue, fault);
+        let result = self.answer(issue, fault, flipped);
         self.schedule.complete(issue.op, result, self.clock_ns);
         if self.dead.is_some() {
             self.schedule.stop(self.clock_ns);
@@ -280,7 +308,7 @@ impl Sim {
     }
 
     /// Fills the memory of a call and returns what the kernel would.
-    fn answer(&mut self, call: Call, fault: Option<SimFault>) -> i32 {
+    fn answer(&mut self, call: Call, fault: Option<SimFault>, flipped: bool) -> i32 {
         let align = u64::from(self.files.align());
         let aligned = is_aligned(call.offset, align) && is_aligned(u64::from(call.len), align);
         let memory = self.schedule.call_bytes(call.op);
@@ -294,6 +322,10 @@ impl Sim {
         };
         let arrived = usize::try_from(result).unwrap_or(0);
         memory[arrived..].fill(RUBBISH);
+        // In the middle, where no padding is.
+        if let Some(byte) = memory[..arrived].get_mut(arrived / 2).filter(|_| flipped) {
+            *byte ^= 1;
+        }
         result
     }
 }
@@ -358,6 +390,8 @@ impl Drop for Sim {
 
 /// Time that passes between two looks of a caller that polls, at most.
 const POLL: Duration = Duration::from_secs(1);
+/// A year: how long a drive that hangs is silent on the simulated clock.
+const NEVER_NS: u64 = 365 * 24 * 3600 * 1_000_000_000;
 const RUBBISH: u8 = 0xA5;
 
 /// Steele, Lea and Flood's SplitMix64.

@@ -57,7 +57,8 @@ impl FileSet {
     /// are the same is the caller's word.
     ///
     /// # Errors
-    /// As [`FileSet::open`], for copies too; [`IoError::NotACopy`] for one of another length.
+    /// As [`FileSet::open`], for copies too; [`IoError::NotACopy`] for one of another length, [`IoError::Changed`] for one
+    /// that is not the file that was seen.
     pub fn open_mirrored(paths: &[PathBuf], mirrors: &[Mirror], mode: IoMode) -> Result<FileSet, IoError> {
         let (count, drives) = (paths.len(), mirrors.len() + 1);
         if count.saturating_mul(drives) > u32::MAX as usize || drives > DRIVES_MAX {
@@ -69,6 +70,10 @@ impl FileSet {
             for (drive, mirror) in (1..).zip(mirrors) {
                 let Some(Some(path)) = mirror.copies.get(file) else { continue };
                 let copy = open_file(path, drive, mode)?;
+                let seen = mirror.seen.get(file).copied().flatten();
+                if seen.is_some_and(|seen| seen != (copy.identity.device, copy.identity.inode)) {
+                    return Err(IoError::Changed { path: copy.path, what: REPLACED.to_owned() });
+                }
                 if copy.identity.bytes != files[file].identity.bytes {
                     let (path, of) = (copy.path, Arc::clone(&files[file].path));
                     let what = format!("{} bytes, not {}", copy.identity.bytes, files[file].identity.bytes);
@@ -126,6 +131,11 @@ impl FileSet {
         &self.entry(file).path
     }
 
+    /// Path of the copy of a file on a drive; `None` where that drive has none. Panics as [`FileSet::path`].
+    pub fn copy_path(&self, file: FileId, drive: usize) -> Option<&Path> {
+        Some(self.path(self.copy_on(file, drive)?))
+    }
+
     /// Size of the file when it was opened. Panics for an id that is not of this set.
     pub fn len_bytes(&self, file: FileId) -> u64 {
         self.entry(file).identity.bytes
@@ -175,7 +185,7 @@ impl FileSet {
             let now = std::fs::metadata(&entry.path).map_err(|error| changed(format!("{}", Errno::of(&error))))?;
             let (old, now) = (entry.identity, Identity::of(&now));
             if (old.device, old.inode) != (now.device, now.inode) {
-                return Err(changed("another file has taken its place".to_owned()));
+                return Err(changed(REPLACED.to_owned()));
             }
             if old.bytes != now.bytes {
                 return Err(changed(format!("{} bytes, were {}", now.bytes, old.bytes)));
@@ -312,6 +322,8 @@ fn why_refused(errno: Errno) -> String {
     format!("a direct read was refused: {errno}")
 }
 
+/// What is wrong with a path that leads to another file than before.
+const REPLACED: &str = "another file has taken its place";
 /// What a failure on the first drive means.
 const DAMAGED: &str =
     "the model's own directory is damaged, and a mirror is read in its place where it fails: repair it";

@@ -76,8 +76,7 @@ pub(super) fn open_file(path: &Path, drive: usize, mode: IoMode) -> Result<OpenF
     if let Some(direct) = &direct
         && Identity::of(&direct.metadata().map_err(refused)?) != identity
     {
-        let what = "another file has taken its place".to_owned();
-        return Err(IoError::Changed { path: Arc::clone(&shared), what });
+        return Err(IoError::Changed { path: Arc::clone(&shared), what: super::REPLACED.to_owned() });
     }
     match (&opened_as, mode) {
         (Access::SilentlyBuffered { why } | Access::Buffered { why: Some(why) }, IoMode::Direct) => {

@@ -150,3 +150,25 @@ fn a_hung_read_that_fails_at_last_is_answered_too() {
     assert_eq!(told.iter().filter(|what| matches!(what, Notice::Answered { .. })).count(), 1);
     assert_no_slab_is_lost(&store);
 }
+
+#[test]
+fn the_mirror_that_hangs_is_named_and_not_the_model() {
+    let mut fixture = fixture();
+    let (_dir, copy) = copied(&mut fixture, |_| {});
+    for (hung, path) in [(0, fixture.files.path(FileId(0)).to_owned()), (1, copy)] {
+        let config = SimConfig { hangs: Some((hung, 0)), reorder: true, ..SimConfig::calm(1) };
+        let mut store = fixture.simulated(6, &config);
+        let named = Arc::new(Mutex::new(None));
+        let seen = named.clone();
+        let watch = move |what| match what {
+            Notice::Hung(hung) => {
+                *seen.lock().unwrap() = Some(hung.file);
+                ControlFlow::Break(())
+            }
+            _ => ControlFlow::Continue(()),
+        };
+        store.set_watch(Box::new(watch), fixture.files.clone());
+        assert!(matches!(serve(&mut store, 0, &[0, 1, 2, 3, 4, 5]), Err(StoreError::GivenUp)));
+        assert_eq!(named.lock().unwrap().take(), Some(path));
+    }
+}
