@@ -103,8 +103,11 @@ pub fn find(dirs: &[PathBuf], tensors: &TensorMap) -> Result<Vec<Mirror>, Mirror
     Ok(mirrors)
 }
 
-/// The copy of `shard` in `dir` and the file it is, by device and inode. A link to the shard itself is none: it brings no second drive.
-fn copy_of(shard: &Path, dir: &Path) -> Result<Option<(PathBuf, (u64, u64))>, MirrorError> {
+/// Which file a path leads to: device and inode.
+type Identity = (u64, u64);
+
+/// The copy of `shard` in `dir` and the file it is. A link to the shard itself is none: it brings no second drive.
+fn copy_of(shard: &Path, dir: &Path) -> Result<Option<(PathBuf, Identity)>, MirrorError> {
     let Some(name) = shard.file_name() else { return Ok(None) };
     let copy = dir.join(name);
     let there = match std::fs::metadata(&copy) {
@@ -136,7 +139,7 @@ fn copy_of(shard: &Path, dir: &Path) -> Result<Option<(PathBuf, (u64, u64))>, Mi
 }
 
 /// The header of a shard of `bytes` bytes with its length before it, as far as there is one, and the file it came from.
-fn header(path: &Path, bytes: u64) -> Result<(Vec<u8>, (u64, u64)), MirrorError> {
+fn header(path: &Path, bytes: u64) -> Result<(Vec<u8>, Identity), MirrorError> {
     let failed = |source| MirrorError::Io { path: path.to_owned(), source };
     let file = File::open(path).map_err(failed)?;
     let seen = identity(&file.metadata().map_err(failed)?);
@@ -153,6 +156,6 @@ fn looked_at(path: &Path) -> Result<Metadata, MirrorError> {
     std::fs::metadata(path).map_err(|source| MirrorError::Io { path: path.to_owned(), source })
 }
 
-fn identity(metadata: &Metadata) -> (u64, u64) {
+fn identity(metadata: &Metadata) -> Identity {
     (metadata.dev(), metadata.ino())
 }
