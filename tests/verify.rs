@@ -13,7 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use engines::{Arithmetic, Model, Setup, answer, assert_same, greedy, has_ring};
@@ -21,7 +21,8 @@ use millstream::checkpoint::verify::{self, Checked, Fault, Manifest, Report};
 use millstream::checkpoint::{Checkpoint, CheckpointError};
 use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, EngineError, Verify};
 use millstream_io::{
-    Device, DeviceConfig, DeviceKind, FileSet, IoError, IoMode, SimConfig, SimFault, SlabPool, open_device, sim_device,
+    Completion, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, FileSet, IoError, IoMode, Read, Rejected,
+    SimConfig, SimFault, Slab, SlabPool, Wait, open_device, sim_device,
 };
 use serde_json::{Map, Value};
 use tempfile::TempDir;
@@ -112,6 +113,60 @@ fn check(dir: &Path, kind: DeviceKind) -> (Manifest, Report) {
 
 fn simulated(config: &SimConfig) -> impl Fn(&Arc<FileSet>, &SlabPool) -> Box<dyn Device> + '_ {
     |files, pool| sim_device(config, files.clone(), pool).unwrap()
+}
+
+/// Takes reads and answers none.
+struct Deaf {
+    reads: Vec<(Read, Slab)>,
+    report: DeviceReport,
+}
+
+impl Device for Deaf {
+    fn submit(&mut self, read: Read, slab: Slab) -> Result<(), Rejected> {
+        self.reads.push((read, slab));
+        Ok(())
+    }
+    fn reap(&mut self, _: Wait) -> Result<Option<Completion>, IoError> {
+        Ok(None)
+    }
+    fn in_flight(&self) -> usize {
+        self.reads.len()
+    }
+    fn cancel_lookahead(&mut self) -> usize {
+        0
+    }
+    fn promote(&mut self, _: u64) {}
+    fn stats(&self) -> DeviceStats {
+        DeviceStats::default()
+    }
+    fn describe(&self) -> &DeviceReport {
+        &self.report
+    }
+}
+
+impl Drop for Deaf {
+    fn drop(&mut self) {
+        panic!("dropping a device waits for a drive that never answers");
+    }
+}
+
+#[test]
+fn a_check_on_a_drive_that_hangs_tells_for_how_long_and_can_be_left() {
+    let checkpoint = Checkpoint::open(&Model::TinyInt4.dir()).unwrap();
+    let manifest = Manifest::read(&checkpoint).unwrap();
+    let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), IoMode::Auto).unwrap());
+    let pool = verify::pool_for(&manifest.runs, &files, 4).unwrap();
+    let mut device: Box<dyn Device> = Box::new(Deaf { reads: Vec::new(), report: DeviceReport::default() });
+    let (cancel, mut silent) = (AtomicBool::new(false), Vec::new());
+    let mut told = |checked: Checked| {
+        silent.push(checked.silent);
+        cancel.store(silent.len() == 3, Ordering::Relaxed);
+    };
+    let report = verify::check(&manifest.runs, &files, &pool, &mut *device, 1, &cancel, &mut told).unwrap();
+    assert!(report.interrupted && report.runs == 0);
+    assert!(!silent[0].is_zero() && silent.is_sorted(), "{silent:?}");
+    assert_eq!(millstream_io::leave(device), 4);
+    assert_eq!(pool.free(), 0, "the slabs are the drive's for good");
 }
 
 #[test]

@@ -250,7 +250,7 @@ fn middle_and_last(values: &mut [f64]) -> (f64, f64) {
 }
 
 fn measure(target: &mut Target, candidate: &Candidate, seconds: f64, seed: u64) -> Result<Round, Error> {
-    match target.round(candidate, seconds, seed, &mut || true)? {
+    match target.round(candidate, seconds, seed, &mut |_| true)? {
         Outcome::Done(round) => Ok(*round),
         Outcome::Stopped => Err("stopped".into()),
     }

@@ -49,7 +49,7 @@ pub use device::sim::{SimConfig, SimFault, sim_device};
 pub use device::throttle::{ThrottleConfig, throttled};
 pub use device::{
     CHUNK_WHOLE, Completion, DEPTH_AUTO, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, Priority, Read,
-    RejectReason, Rejected, Wait, open_device, settle,
+    RejectReason, Rejected, Wait, leave, open_device, settle,
 };
 pub use drive::{DriveStats, Mirror};
 pub use error::{Errno, IoError, ReadRange};

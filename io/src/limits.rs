@@ -58,6 +58,8 @@ pub const BACKOFF_NS_MIN: u64 = 50_000;
 pub const BACKOFF_NS_MAX: u64 = 100_000_000;
 /// Longest wait for the read that shows whether a ring works, over all its system calls.
 pub const PROBE_MAX: Duration = Duration::from_secs(10);
+/// What is in flight once nobody wants it any more is waited for this long, then left to the end of the process.
+pub const LEAVE_AFTER: Duration = Duration::from_secs(1);
 /// Consecutive failed waits on a ring that report a passing condition before the ring counts as dead.
 pub const ENTER_RETRIES_MAX: u32 = 1000;
 /// Drives that may hold copies of the same files: a bit each in a byte.

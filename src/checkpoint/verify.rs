@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Longest time without a word to the caller, who may want to stop.
@@ -189,6 +189,8 @@ pub struct Checked {
     pub of: u64,
     /// Runs found damaged so far.
     pub damaged: usize,
+    /// For how long the device has answered nothing.
+    pub silent: Duration,
 }
 
 /// What a check found.
@@ -218,7 +220,7 @@ pub fn pool_for(runs: &[HashedRun], files: &FileSet, slabs: usize) -> std::resul
 
 /// Reads every run through `device` into slabs of `pool`, which [`pool_for`] made, and hashes it on one of `workers`
 /// threads. A run that cannot be read is damage like any other. After an interruption or an error the device may hold
-/// reads; dropping it waits for them.
+/// reads; dropping it waits for them, [`millstream_io::leave`] does not.
 ///
 /// # Errors
 /// [`IoError`] where the device died, or a file changed under the check.
@@ -331,6 +333,7 @@ impl<'a> State<'a> {
         cancel: &AtomicBool,
         progress: &mut dyn FnMut(Checked),
     ) -> std::result::Result<bool, IoError> {
+        let mut answered = Instant::now();
         loop {
             if cancel.load(Ordering::Relaxed) {
                 return Ok(true);
@@ -338,12 +341,15 @@ impl<'a> State<'a> {
             self.submit(device)?;
             if !self.window.is_empty() {
                 if let Some(done) = device.reap(Wait::AtMost(PATIENCE))? {
+                    answered = Instant::now();
                     self.take_in(done);
                 }
+                self.checked.silent = answered.elapsed();
             } else if self.next.0 == self.runs.len() {
                 return Ok(false);
             } else if let Ok(result) = self.results.recv_timeout(PATIENCE) {
-                // Every slab is being hashed.
+                // Every slab is being hashed, and the device has nothing to answer.
+                answered = Instant::now();
                 self.note(result);
             }
             self.take_results();

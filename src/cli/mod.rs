@@ -7,6 +7,7 @@ mod bundled;
 pub mod config;
 mod convert;
 mod doctor;
+mod hanging;
 mod interrupt;
 pub mod machine;
 mod notes;

@@ -65,6 +65,12 @@ impl Progress {
         stderr(&if self.terminal { format!("\r\x1b[K{}", text()) } else { format!("{}\n", text()) });
     }
 
+    /// Writes a note in place of the line.
+    pub fn note(&mut self, text: &str) {
+        self.end();
+        note(self.quiet, text);
+    }
+
     /// Clears the line.
     pub fn end(&mut self) {
         if self.drawn && self.terminal {

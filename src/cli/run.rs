@@ -1,15 +1,13 @@
 //! The `run` command: one generation.
 
 use std::io::Write;
-use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use crate::checkpoint::{Arch, Checkpoint};
 use crate::engine::stats::Stats;
 use crate::engine::stop::StopMatcher;
-use crate::engine::{Engine, EngineError, Finish, Job, Notice, Observe, Outcome, Watch};
+use crate::engine::{Engine, EngineError, Finish, Job, Observe, Outcome};
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 use crate::store::trace::Recorder;
 
@@ -18,7 +16,7 @@ use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
 use super::usage::Usage;
-use super::{Done, Failure, bundled, interrupt, notes, prompt, render, size, tuning};
+use super::{Done, Failure, bundled, hanging, interrupt, notes, prompt, render, size, tuning};
 
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
@@ -72,7 +70,7 @@ fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<
     let mut printer =
         Printer::new(show, std::io::stdout().lock(), tokenizer.as_ref(), &job.stop_ids, stops, max_tokens);
     let interrupted = interrupt::watch()?;
-    engine.set_watch(watch_reads(interrupted.clone(), args.quiet));
+    engine.set_watch(hanging::watch_reads(interrupted.clone(), args.quiet));
     let outcome = match recorded {
         None => generate(&mut engine, &job, &interrupted, &mut printer, args.quiet, &mut |_, _, _| ()),
         Some(recorded) => {
@@ -105,9 +103,7 @@ fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<
             .map_err(|e| Failure::work(format!("cannot write the timeline to {}", path.display())).cause(e))?;
     }
     report(args, &stats, &config)?;
-    if engine.store().gave_up() {
-        leave(engine, args.quiet);
-    }
+    hanging::leave(engine, args.quiet);
     Ok(if outcome.finish == Finish::Interrupted { Done::Interrupted } else { Done::Whole })
 }
 
@@ -194,31 +190,6 @@ fn generate<W: Write>(
         printer.token(id)
     };
     engine.generate_observed(job, interrupted, &mut on_token, observe)
-}
-
-/// Says that a drive hangs, and gives up once `interrupted` is raised.
-fn watch_reads(interrupted: Arc<AtomicBool>, quiet: bool) -> Watch {
-    Box::new(move |what| {
-        match what {
-            Notice::Waiting => {}
-            Notice::Hung(hung) => render::aside(quiet, &format!("{hung}; waiting goes on, Ctrl-C ends it")),
-            Notice::Answered { waited } => {
-                render::aside(quiet, &format!("the drive answered after {} s", waited.as_secs()));
-            }
-        }
-        match interrupted.load(Ordering::Relaxed) {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
-        }
-    })
-}
-
-/// Leaves an engine to the end of the process. The kernel may still write to slabs of reads that the drive does not
-/// answer, so dropping it would wait for them.
-fn leave(engine: Engine, quiet: bool) {
-    let reads = engine.store().device().in_flight();
-    render::note(quiet, &format!("{reads} reads are left behind that the drive has not answered"));
-    std::mem::forget(engine);
 }
 
 /// A failure of the engine: of what was asked for, where that is at fault.

@@ -35,7 +35,7 @@ use placement::Placement;
 pub use placement::Tier;
 use policy::{Key, PolicyKind, Wanted};
 pub use table::{ExpertTable, TableError};
-pub use watch::{Hung, Notice, Watch};
+pub use watch::{Hung, Notice, Vigil, Watch};
 
 /// One routed expert of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -92,7 +92,7 @@ impl ExpertStore {
                 }
                 return done.map(|_| ());
             }
-            let told = if vigil.passed() { self.hung(vigil.waited) } else { Notice::Waiting };
+            let told = if vigil.lasts(vigil.waited + WAIT_STEP) { self.hung(vigil.waited) } else { Notice::Waiting };
             if self.tell(told).is_break() {
                 self.given_up = true;
                 return Err(StoreError::GivenUp);
@@ -156,8 +156,10 @@ impl ExpertStore {
     }
 }
 
-/// One wait, by the time the device let pass without an answer: no clock is asked.
-struct Vigil {
+/// One wait, and when there is something to say about it: after [`HUNG_AFTER`], then each time it has doubled. The store
+/// counts the time that the device let pass without an answer, and asks no clock.
+#[derive(Debug)]
+pub struct Vigil {
     waited: Duration,
     /// When there is something to say again.
     due: Duration,
@@ -165,13 +167,13 @@ struct Vigil {
 
 impl Vigil {
     /// A wait that begins.
-    fn new() -> Vigil {
+    pub fn new() -> Vigil {
         Vigil { waited: Duration::ZERO, due: HUNG_AFTER }
     }
 
-    /// Another [`WAIT_STEP`] went by; whether there is something to say.
-    fn passed(&mut self) -> bool {
-        self.waited += WAIT_STEP;
+    /// It lasts for `waited` by now; whether there is something to say.
+    pub fn lasts(&mut self, waited: Duration) -> bool {
+        self.waited = waited;
         let due = self.waited >= self.due;
         if due {
             self.due = 2 * self.waited;
@@ -180,7 +182,18 @@ impl Vigil {
     }
 
     /// Whether something was said.
-    fn reported(&self) -> bool {
+    pub fn reported(&self) -> bool {
         self.due > HUNG_AFTER
+    }
+
+    /// How long it had lasted when it was last looked at.
+    pub fn waited(&self) -> Duration {
+        self.waited
+    }
+}
+
+impl Default for Vigil {
+    fn default() -> Vigil {
+        Vigil::new()
     }
 }

@@ -196,8 +196,8 @@ impl Drop for Hosted {
 mod tests {
     use super::*;
     use crate::access::IoMode;
-    use crate::device::Priority;
     use crate::device::schedule::{Issue, Limits};
+    use crate::device::{Priority, leave};
     use crate::file::{FileId, FileSet};
     use crate::plan::{Segment, Segments};
     use crate::pool::SlabPool;
@@ -283,6 +283,38 @@ mod tests {
         go.send(()).unwrap();
         assert!(device.reap(Wait::AtMost(Duration::from_secs(1000))).unwrap().unwrap().result.is_ok());
         assert!(device.reap(Wait::AtMost(Duration::from_secs(1000))).unwrap().is_none(), "nothing to wait for");
+    }
+
+    #[test]
+    fn a_device_that_is_left_is_not_waited_for() {
+        let (go, going) = mpsc::channel::<()>();
+        let Fixture { mut device, shared, pool, read, _file } = fixture(move |shared| {
+            let issue = take_issue(&shared);
+            // The drive answers when the device has long been left.
+            let _ = going.recv();
+            shared.lock().schedule.complete(issue.op, 4096, 0);
+        });
+        device.submit(read, pool.take().unwrap()).unwrap();
+        assert_eq!((leave(Box::new(device)), pool.free()), (1, 3));
+        // The memory is still the read's, and what is left of the device takes the answer.
+        go.send(()).unwrap();
+        while !shared.lock().schedule.has_ready() {
+            std::thread::yield_now();
+        }
+        drop(shared.lock().schedule.take_ready());
+        assert_eq!(pool.free(), 4);
+    }
+
+    #[test]
+    fn a_device_that_is_left_when_it_is_done_is_dropped() {
+        let Fixture { mut device, shared, pool, read, _file } = fixture(|shared| {
+            let issue = take_issue(&shared);
+            shared.lock().schedule.complete(issue.op, 4096, 0);
+            shared.notify_ready();
+        });
+        device.submit(read, pool.take().unwrap()).unwrap();
+        assert_eq!((leave(Box::new(device)), pool.free()), (0, 4));
+        assert!(shared.lock().stop);
     }
 
     #[test]

@@ -14,7 +14,7 @@ pub mod throttle;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::access::IoMode;
 use crate::arena::PageKind;
@@ -24,8 +24,8 @@ use crate::drive::DriveStats;
 use crate::error::IoError;
 use crate::file::FileSet;
 use crate::limits::{
-    CHUNK_BYTES_MIN, DEPTH_BYTES_MIN, DEPTH_SLABS_MIN, DRIVES_MAX, QUEUE_READS, QUEUE_READS_MAX, READER_THREADS,
-    READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN, SLAB_BYTES_MAX, STRIPE_BYTES,
+    CHUNK_BYTES_MIN, DEPTH_BYTES_MIN, DEPTH_SLABS_MIN, DRIVES_MAX, LEAVE_AFTER, QUEUE_READS, QUEUE_READS_MAX,
+    READER_THREADS, READER_THREADS_MAX, RING_ENTRIES, RING_ENTRIES_MAX, RING_ENTRIES_MIN, SLAB_BYTES_MAX, STRIPE_BYTES,
 };
 use crate::plan::Segments;
 use crate::pool::{Slab, SlabPool};
@@ -412,6 +412,25 @@ pub fn open_device(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> 
             }
         },
     }
+}
+
+/// Ends a device whose reads nobody wants any more, however long a drive takes: what is in flight is waited for no longer
+/// than [`LEAVE_AFTER`]. The reads then still under way, their slabs and the device are left to the end of the process,
+/// since the kernel may write to them; dropping the device would wait. How many reads that are.
+pub fn leave(mut device: Box<dyn Device>) -> usize {
+    let asked = Instant::now();
+    device.cancel_lookahead();
+    while device.in_flight() > 0 && asked.elapsed() < LEAVE_AFTER {
+        // A device that died answers nothing more.
+        if device.reap(Wait::AtMost(LEAVE_AFTER.saturating_sub(asked.elapsed()))).is_err() {
+            break;
+        }
+    }
+    let reads = device.in_flight();
+    if reads > 0 {
+        std::mem::forget(device);
+    }
+    reads
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use hdrhistogram::Histogram;
 
 use crate::access::IoMode;
 use crate::arena::{PageKind, Pages};
-use crate::device::{Device, DeviceReport, Priority, Read, RejectReason, Wait, open_device};
+use crate::device::{Device, DeviceReport, Priority, Read, RejectReason, Wait, leave, open_device};
 use crate::error::IoError;
 use crate::file::{FileId, FileSet};
 use crate::measure::host;
@@ -20,15 +20,14 @@ use crate::pool::SlabPool;
 
 /// The caller is asked this often whether to go on.
 const ASK: Duration = Duration::from_millis(100);
-/// A drive that answers nothing for this long hangs.
-const HANG: Duration = Duration::from_secs(30);
 
 /// How a round ended.
 #[derive(Debug)]
 pub enum Outcome {
     /// It was measured.
     Done(Box<Round>),
-    /// The caller said no.
+    /// The caller said no. Reads that the drive does not answer are left to the end of the process, their slabs with
+    /// them.
     Stopped,
 }
 
@@ -136,7 +135,8 @@ impl Target {
     }
 
     /// Measures for about `seconds`. Through the page cache, every place is read once at most between two drops of the
-    /// files' pages; opening the device and dropping pages is not timed.
+    /// files' pages; opening the device and dropping pages is not timed. `go_on` is told for how long the drive has
+    /// answered nothing, several times a second, and says whether to wait for it.
     ///
     /// # Errors
     /// Those of opening the device, and of any read.
@@ -145,17 +145,17 @@ impl Target {
         candidate: &Candidate,
         seconds: f64,
         seed: u64,
-        go_on: &mut dyn FnMut() -> bool,
+        go_on: &mut dyn FnMut(Duration) -> bool,
     ) -> Result<Outcome, IoError> {
         let (files, pool) = (self.files(candidate.mode)?, self.pool(candidate.pages)?);
         let config = candidate.config(self.slab_bytes);
         let page_cache = candidate.uses_page_cache();
         let mut round = Round::new(pool.report().kind)?;
         let mut walk = Walk::new(self.places.len(), seed);
-        let mut device = None;
+        let mut device: Option<Box<dyn Device>> = None;
         while round.seconds < seconds {
             // Passes over a small file are shorter than the pause between two questions.
-            if !go_on() {
+            if !go_on(Duration::ZERO) {
                 return Ok(Outcome::Stopped);
             }
             // A device that maps the files keeps their pages in memory as long as it lives.
@@ -163,20 +163,23 @@ impl Target {
                 device = None;
             }
             let resident = if page_cache { self.witness.forget() } else { None };
-            let device = match &mut device {
+            let mut reader = match device.take() {
                 Some(device) => device,
-                none => none.insert(open_device(&config, Arc::clone(&files), &pool)?),
+                None => open_device(&config, Arc::clone(&files), &pool)?,
             };
-            round.registered_bytes = device.describe().registered_bytes;
+            round.registered_bytes = reader.describe().registered_bytes;
             let reads_max = if page_cache { walk.left() } else { usize::MAX };
             let (before, cpu, start) = (self.witness.counters(), host::cpu_seconds(), Instant::now());
             let until = start + Duration::from_secs_f64(seconds - round.seconds);
             let mut pass =
                 Pass { depth: candidate.depth, target: self, files: &files, pool: &pool, round: &mut round, bytes: 0 };
-            if !pass.run(&mut **device, &mut walk, until, reads_max, go_on)? {
-                return Ok(Outcome::Stopped);
-            }
+            let went_on = pass.run(&mut *reader, &mut walk, until, reads_max, go_on);
             let bytes = pass.bytes;
+            if !matches!(went_on, Ok(true)) {
+                leave(reader);
+                return went_on.map(|_| Outcome::Stopped);
+            }
+            device = Some(reader);
             round.seconds += start.elapsed().as_secs_f64();
             round.cpu_seconds += host::cpu_seconds() - cpu;
             round.bytes += bytes;
@@ -205,43 +208,45 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Keeps the depth until the time is up or `reads_max` reads are made, then waits for the last. `false`: the caller
-    /// said no; what is in flight is the device's to wait for.
+    /// Keeps the depth until the time is up, `reads_max` reads are made or one has failed, then waits for the last.
+    /// `false`: the caller said no, and reads may be in flight.
     fn run(
         &mut self,
         device: &mut dyn Device,
         walk: &mut Walk,
         until: Instant,
         reads_max: usize,
-        go_on: &mut dyn FnMut() -> bool,
+        go_on: &mut dyn FnMut(Duration) -> bool,
     ) -> Result<bool, IoError> {
         let (mut submitted, mut asked, mut answered) = (0, Instant::now(), Instant::now());
+        let mut failed = None;
         loop {
             // One read at least, however short the time.
-            while submitted < reads_max
+            while failed.is_none()
+                && submitted < reads_max
                 && device.in_flight() < self.depth as usize
                 && (submitted == 0 || Instant::now() < until)
             {
                 let Some(place) = walk.next() else { break };
-                self.submit(device, place)?;
+                failed = self.submit(device, place).err();
                 submitted += 1;
             }
-            let done = device.reap(Wait::AtMost(ASK))?;
-            if let Some(done) = done {
-                done.result?;
-                self.bytes += self.target.slab_bytes;
-                let nanoseconds = u64::try_from(done.service.as_nanos()).unwrap_or(u64::MAX);
-                self.round.service.saturating_record(nanoseconds);
+            if let Some(done) = device.reap(Wait::AtMost(ASK))? {
                 answered = Instant::now();
+                match done.result {
+                    Ok(()) => {
+                        self.bytes += self.target.slab_bytes;
+                        let nanoseconds = u64::try_from(done.service.as_nanos()).unwrap_or(u64::MAX);
+                        self.round.service.saturating_record(nanoseconds);
+                    }
+                    Err(error) => failed = failed.or(Some(error)),
+                }
             } else if device.in_flight() == 0 {
-                return Ok(true);
-            } else if answered.elapsed() > HANG {
-                let cause = format!("the drive has answered nothing for {} s", HANG.as_secs());
-                return Err(IoError::DeviceDied { cause });
+                return failed.map_or(Ok(true), Err);
             }
             if asked.elapsed() >= ASK {
                 asked = Instant::now();
-                if !go_on() {
+                if !go_on(answered.elapsed()) {
                     return Ok(false);
                 }
             }
@@ -290,6 +295,8 @@ mod tests {
     use super::*;
     use crate::measure::plan::Sweep;
     use crate::measure::scratch::Scratch;
+    use std::fs::File;
+    use std::os::fd::OwnedFd;
 
     const SLAB: u64 = 256 << 10;
 
@@ -305,7 +312,7 @@ mod tests {
         let (_scratch, mut target) = target(16);
         assert_eq!((target.places(), target.slab_bytes()), (20, SLAB));
         for candidate in Sweep::Full.candidates(SLAB, 16) {
-            let mut round = match target.round(&candidate, 0.02, 7, &mut || true) {
+            let mut round = match target.round(&candidate, 0.02, 7, &mut |_| true) {
                 Ok(Outcome::Done(round)) => round,
                 Ok(Outcome::Stopped) => panic!("stopped"),
                 Err(
@@ -327,11 +334,32 @@ mod tests {
     fn a_caller_that_says_no_ends_the_round_and_a_depth_beyond_the_pool_is_refused() {
         let (_scratch, mut target) = target(2);
         let candidate = Candidate { mode: IoMode::Buffered, depth: 2, ..Candidate::THREADS };
-        let outcome = target.round(&candidate, 1e6, 1, &mut || false).unwrap();
+        let outcome = target.round(&candidate, 1e6, 1, &mut |_| false).unwrap();
         assert!(matches!(outcome, Outcome::Stopped));
-        let error = target.round(&Candidate { depth: 3, ..candidate }, 1.0, 1, &mut || true).unwrap_err();
+        let error = target.round(&Candidate { depth: 3, ..candidate }, 1.0, 1, &mut |_| true).unwrap_err();
         assert!(error.to_string().contains("3 slabs"), "{error}");
         assert_eq!(target.pool(Pages::Auto).unwrap().free(), 2, "no slab is lost");
+    }
+
+    /// A pipe in the place of a file is a drive that does not answer.
+    #[test]
+    fn a_round_on_a_drive_that_hangs_tells_for_how_long_and_can_be_left() {
+        let (scratch, _) = target(2);
+        let (source, sink) = std::io::pipe().unwrap();
+        // The ring's own trial reads the first file, which answers.
+        let paths = [scratch.path(), scratch.path()];
+        let mut target = Target::open(&paths, u64::MAX, SLAB, 2, Path::new("/")).unwrap();
+        let mut files = FileSet::open(&paths, IoMode::Buffered).unwrap();
+        files.force_plain(FileId(1), File::from(OwnedFd::from(source)));
+        target.opened.push((IoMode::Buffered, Arc::new(files)));
+        let candidate = Candidate { mode: IoMode::Buffered, depth: 1, ..Candidate::RING };
+        match target.round(&candidate, 1e6, 1, &mut |silent| silent < 2 * ASK) {
+            Ok(Outcome::Stopped) => {}
+            Err(error @ IoError::RingRefused { .. }) => return eprintln!("skipped: {error}"),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(target.pool(Pages::Auto).unwrap().free(), 1, "the slab is the drive's for good");
+        drop(sink);
     }
 
     #[test]

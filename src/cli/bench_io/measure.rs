@@ -1,13 +1,14 @@
 //! The rounds: every candidate once a round, each round in another order, fio among them.
 
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use millstream_io::IoError;
 use millstream_io::measure::{Candidate, Outcome, Round, Summary, Target, shuffled, summarize};
 
 use super::fio::{self, FioOutcome, FioRun, FioSummary};
 use super::{Failure, io_failure, stopped};
+use crate::cli::hanging::Silence;
 use crate::cli::render::Progress;
 
 /// What is measured, how often and how long.
@@ -57,7 +58,7 @@ pub fn measure(
     let mut fio_note = None;
     let count = plan.candidates.len() + plan.fio.len();
     let (mut done, begun) = (0, Instant::now());
-    let mut interrupted = false;
+    let (mut interrupted, mut silence) = (false, Silence::default());
     'rounds: for round in 0..plan.rounds {
         for index in shuffled(count, round as u64 + 1) {
             let seed = (round * count + index) as u64;
@@ -66,17 +67,20 @@ pub fn measure(
                 None => format!("fio {}", plan.fio[index - plan.candidates.len()]),
             };
             let left = begun.elapsed().as_secs_f64() / (done.max(1) as f64) * (plan.rounds * count - done) as f64;
-            let mut go_on = || {
+            let mut go_on = |silent| {
+                if let Some(line) = silence.lasts(silent) {
+                    progress.note(&line);
+                }
                 let left = if done == 0 { String::new() } else { format!(", about {left:.0} s left") };
                 progress.show(|| format!("{done} of {} measurements{left}: {what}", plan.rounds * count));
                 !stopped(stop)
             };
             let went_on = match plan.candidates.get(index) {
                 Some(candidate) => one(&mut states[index], candidate, target, plan.seconds, seed, &mut go_on)?,
-                None if fio_note.is_some() => go_on(),
+                None if fio_note.is_some() => go_on(Duration::ZERO),
                 None => {
                     let which = index - plan.candidates.len();
-                    match fio::run(&plan.fio[which], plan.seconds, &mut go_on) {
+                    match fio::run(&plan.fio[which], plan.seconds, &mut || go_on(Duration::ZERO)) {
                         Ok(Some(outcome)) => {
                             fio_rounds[which].push(outcome);
                             true
@@ -116,9 +120,9 @@ fn one(
     target: &mut Target,
     seconds: f64,
     seed: u64,
-    go_on: &mut dyn FnMut() -> bool,
+    go_on: &mut dyn FnMut(Duration) -> bool,
 ) -> Result<bool, Failure> {
-    let State::Measured(rounds) = state else { return Ok(go_on()) };
+    let State::Measured(rounds) = state else { return Ok(go_on(Duration::ZERO)) };
     match target.round(candidate, seconds, seed, go_on) {
         Ok(Outcome::Done(round)) => {
             rounds.push(*round);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use millstream_io::{Access, DeviceConfig, FileId, FileSet, open_device};
+use millstream_io::{Access, DeviceConfig, FileId, FileSet, leave, open_device};
 use serde_json::json;
 
 use crate::checkpoint::Checkpoint;
@@ -12,6 +12,7 @@ use crate::engine::EngineConfig;
 use crate::limits::CHECK_WORKERS_MAX;
 
 use super::{Check, Report, Status};
+use crate::cli::hanging::{self, Silence};
 use crate::cli::machine::Machine;
 use crate::cli::{Done, Failure, interrupt, render, size};
 
@@ -64,12 +65,22 @@ fn compare(
     let mut bar = render::Progress::new(false);
     let workers = machine.cores.min(CHECK_WORKERS_MAX);
     let config = DeviceConfig { kind: engine.device, ..DeviceConfig::default() };
-    let mut show = |checked: Checked| bar.show(|| line(checked, began.elapsed().as_secs_f64()));
+    let mut silence = Silence::default();
+    let mut show = |checked: Checked| {
+        if let Some(line) = silence.lasts(checked.silent) {
+            bar.note(&line);
+        }
+        bar.show(|| line(checked, began.elapsed().as_secs_f64()));
+    };
+    let mut left = 0;
     let outcome = verify::pool_for(&manifest.runs, files, SLABS).and_then(|pool| {
         let mut device = open_device(&config, Arc::clone(files), &pool)?;
-        verify::check(&manifest.runs, files, &pool, &mut *device, workers, &cancel, &mut show)
+        let outcome = verify::check(&manifest.runs, files, &pool, &mut *device, workers, &cancel, &mut show);
+        left = leave(device);
+        outcome
     });
     bar.end();
+    hanging::tell_left(left, false);
     let outcome = match outcome {
         Ok(outcome) => outcome,
         Err(error) => {
@@ -94,7 +105,7 @@ fn compare(
 }
 
 fn line(checked: Checked, seconds: f64) -> String {
-    let Checked { bytes, of, damaged } = checked;
+    let Checked { bytes, of, damaged, .. } = checked;
     let rate = bytes as f64 / seconds.max(1e-9);
     let left = if bytes == 0 { "?".to_owned() } else { format!("{:.0} s", of.saturating_sub(bytes) as f64 / rate) };
     let (done, all) = (size::show(bytes), size::show(of));
