@@ -9,6 +9,7 @@ mod show;
 mod trial;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use millstream_io::limits::{DEPTH_BYTES_MIN, DEPTH_SLABS_MIN};
@@ -136,11 +137,11 @@ fn measure(
     config: &RunConfig,
     checkpoint: &Checkpoint,
     state: &Path,
-    stop: &AtomicBool,
+    stop: &Arc<AtomicBool>,
 ) -> Result<Went<Report>, Failure> {
     let source = Source::model(&checkpoint.dir, u64::MAX)?;
     let witness = Witness::open(&source.paths, machine.root()).map_err(|error| io_failure(&error))?;
-    let (mut trial, mut conditions) = prepare(config, checkpoint, &witness, stop)?;
+    let (mut trial, mut conditions) = prepare(config, checkpoint, &witness, stop, args.quiet)?;
     let waiting =
         render::Waiting::begin("a first generation with the defaults tells how long the others take", args.quiet);
     let Some(first) = trial.run(&Reading::DEFAULT)? else { return Ok(Went::Stopped) };
@@ -173,7 +174,8 @@ fn prepare<'a>(
     config: &RunConfig,
     checkpoint: &'a Checkpoint,
     witness: &'a Witness,
-    stop: &'a AtomicBool,
+    stop: &Arc<AtomicBool>,
+    quiet: bool,
 ) -> Result<(Trial<'a>, Conditions), Failure> {
     let prompt = trial::prompt(checkpoint)?;
     let longest = checkpoint.arch.max_context;
@@ -188,7 +190,7 @@ fn prepare<'a>(
     engine.verify = Verify::Off;
     let conditions =
         Conditions { prompt_tokens: prompt.len(), tokens, slabs, experts, bytes: 0, direct: true, cold: true };
-    let trial = Trial::new(&checkpoint.dir, engine, prompt, TOKENS_MIN.min(tokens), witness, stop);
+    let trial = Trial::new(&checkpoint.dir, engine, prompt, TOKENS_MIN.min(tokens), witness, stop.clone(), quiet);
     Ok((trial, conditions))
 }
 

@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -13,6 +14,7 @@ use crate::engine::stats::Directness;
 use crate::engine::{Engine, EngineConfig, EngineError, Finish, Job};
 
 use super::choose::Sample;
+use crate::cli::hanging::{leave, watch_reads};
 use crate::cli::prompt::{open_tokenizer, tokenizer_failure};
 use crate::cli::reading::Reading;
 use crate::cli::{Failure, bundled};
@@ -28,7 +30,8 @@ pub struct Trial<'a> {
     config: EngineConfig,
     job: Job,
     witness: &'a Witness,
-    stop: &'a AtomicBool,
+    stop: Arc<AtomicBool>,
+    quiet: bool,
     /// The tokens of the first generation; those of all others must be the same.
     ids: Option<Vec<u32>>,
 }
@@ -47,19 +50,21 @@ pub struct Measured {
 }
 
 impl<'a> Trial<'a> {
-    /// Generations of `tokens` tokens by the model in `dir`. `stop` is raised when the user wants them to end.
+    /// Generations of `tokens` tokens by the model in `dir`. `stop` is raised when the user wants them to end; `quiet`
+    /// keeps to itself that a drive hangs.
     pub fn new(
         dir: &'a Path,
         config: EngineConfig,
         prompt: Vec<u32>,
         tokens: usize,
         witness: &'a Witness,
-        stop: &'a AtomicBool,
+        stop: Arc<AtomicBool>,
+        quiet: bool,
     ) -> Trial<'a> {
         // The likeliest tokens end in a circle that needs few experts; chance with a fixed seed is always the same.
         let sampling = Sampling { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, seed: 1 };
         let job = Job { prompt, max_tokens: tokens, sampling, stop_ids: Vec::new() };
-        Trial { dir, config, job, witness, stop, ids: None }
+        Trial { dir, config, job, witness, stop, quiet, ids: None }
     }
 
     /// From here on so many tokens are generated.
@@ -77,11 +82,13 @@ impl<'a> Trial<'a> {
         let began = Instant::now();
         let checkpoint = bundled::open(self.dir)?;
         let mut engine = Engine::open(checkpoint, &reading.configure(self.config.clone())).map_err(failure)?;
+        engine.set_watch(watch_reads(self.stop.clone(), self.quiet));
         let resident = self.witness.forget();
         let before = self.witness.counters();
-        let outcome = engine.generate(&self.job, self.stop, &mut |_| ControlFlow::Continue(())).map_err(failure)?;
+        let outcome = engine.generate(&self.job, &self.stop, &mut |_| ControlFlow::Continue(())).map_err(failure)?;
         let moved = before.and_then(|before| Some(self.witness.counters()?.since(before).bytes));
         if outcome.finish == Finish::Interrupted {
+            leave(engine, self.quiet);
             return Ok(None);
         }
         if *self.ids.get_or_insert_with(|| outcome.ids.clone()) != outcome.ids {
