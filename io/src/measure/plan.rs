@@ -5,7 +5,7 @@ use std::fmt;
 use crate::access::IoMode;
 use crate::arena::Pages;
 use crate::device::{CHUNK_WHOLE, DEPTH_AUTO, DeviceConfig, DeviceKind};
-use crate::limits::{READER_THREADS, READER_THREADS_MAX};
+use crate::limits::READER_THREADS;
 
 /// Size of a single request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,10 +65,11 @@ impl Candidate {
     /// Reader threads, directly.
     pub const THREADS: Candidate = Candidate { device: DeviceKind::Threads, register: false, ..Candidate::RING };
 
-    /// Reader threads this candidate runs; 0 where it has none.
+    /// Reader threads this candidate runs, which are as many at every depth, since nobody can ask for others; 0 where it
+    /// has none.
     pub fn threads(&self) -> usize {
         match self.device {
-            DeviceKind::Threads | DeviceKind::Mmap => (self.depth as usize).clamp(READER_THREADS, READER_THREADS_MAX),
+            DeviceKind::Threads | DeviceKind::Mmap => READER_THREADS,
             _ => 0,
         }
     }
@@ -83,7 +84,6 @@ impl Candidate {
         DeviceConfig {
             kind: self.device,
             depth_bytes: (u64::from(self.depth) * slab_bytes).max(DEPTH_AUTO + 1),
-            threads: self.threads().max(1),
             chunk_bytes,
             register: self.register,
             sqpoll: self.sqpoll,
@@ -292,6 +292,20 @@ mod tests {
             }
         }
         assert!(Sweep::Quick.candidates(19 << 20, 16).len() < Sweep::Full.candidates(19 << 20, 16).len());
+    }
+
+    /// What flags cannot ask for must not differ: the figure of a candidate would be another's.
+    #[test]
+    fn what_is_offered_differs_from_the_defaults_only_in_what_can_be_asked_for() {
+        for candidate in Sweep::Full.candidates(19 << 20, 16).iter().filter(|candidate| candidate.is_offered()) {
+            let config = candidate.config(19 << 20);
+            let DeviceConfig { kind, depth_bytes, chunk_bytes, .. } = config;
+            // Registering is the ring's.
+            let register = kind == DeviceKind::Uring;
+            let asked_for = DeviceConfig { kind, depth_bytes, chunk_bytes, register, ..DeviceConfig::default() };
+            assert_eq!(config, asked_for, "{candidate}");
+            assert_eq!(candidate.threads(), if register { 0 } else { asked_for.threads }, "{candidate}");
+        }
     }
 
     #[test]
