@@ -53,25 +53,26 @@ pub struct DiskCounters {
 impl BlockDevice {
     /// The device that holds `path`; `None` where there is none, as for memory and network file systems.
     pub fn holding(path: &Path, root: &Path) -> Option<BlockDevice> {
-        let holder = std::fs::metadata(path).ok()?.dev();
+        BlockDevice::under(std::fs::metadata(path).ok()?.dev(), root)
+    }
+
+    /// The device under a file system of this number. Of a file system that spans devices it is the one that the mount
+    /// names: as good as the others for what its queue allows, but what it has read is only a part.
+    fn under(holder: u64, root: &Path) -> Option<BlockDevice> {
         if let Some(device) = BlockDevice::numbered(libc::major(holder), libc::minor(holder), root) {
             return Some(device);
         }
-        // File systems that span devices have a number of their own; the mount names one of them.
         let mounts = std::fs::read_to_string(root.join("proc/self/mountinfo")).ok()?;
         let source = mount_source(&mounts, libc::major(holder), libc::minor(holder))?;
         let number = std::fs::metadata(root.join(source.strip_prefix('/')?)).ok()?.rdev();
-        BlockDevice::numbered(libc::major(number), libc::minor(number), root)
+        let device = BlockDevice::numbered(libc::major(number), libc::minor(number), root)?;
+        let counts = device.counts && is_alone(&device.name, root);
+        Some(BlockDevice { counts, ..device })
     }
 
     /// The device with these numbers.
     pub fn numbered(major: u32, minor: u32, root: &Path) -> Option<BlockDevice> {
-        BlockDevice::listed(&root.join("sys/dev/block"), major, minor)
-    }
-
-    /// The device with these numbers in `dev_block`, which links numbers to devices.
-    fn listed(dev_block: &Path, major: u32, minor: u32) -> Option<BlockDevice> {
-        let dir = std::fs::canonicalize(dev_block.join(format!("{major}:{minor}"))).ok()?;
+        let dir = std::fs::canonicalize(root.join(format!("sys/dev/block/{major}:{minor}"))).ok()?;
         let name = |dir: &Path| Some(dir.file_name()?.to_string_lossy().into_owned());
         // A partition has the queue of its drive.
         let drive = [dir.as_path(), dir.parent()?].into_iter().find(|dir| dir.join("queue").is_dir());
@@ -146,10 +147,10 @@ pub struct BlockQueue {
 }
 
 impl BlockQueue {
-    /// The queue of the device with this number, under `dev_block` (`/sys/dev/block`); a partition has its disk's.
-    /// `None` where there is none, as for tmpfs, overlays and network file systems.
-    pub(crate) fn of_device(dev_block: &Path, device: u64) -> Option<BlockQueue> {
-        BlockDevice::listed(dev_block, libc::major(device), libc::minor(device))?.queue()
+    /// The queue of the device under a file system of this number; a partition has its disk's. `root` is where /sys and
+    /// /proc are. `None` where there is none, as for tmpfs, overlays and network file systems.
+    pub(crate) fn of_device(root: &Path, device: u64) -> Option<BlockQueue> {
+        BlockDevice::under(device, root)?.queue()
     }
 
     /// Bytes one request of the device moves at most, to memory on 2 MiB pages or on scattered ordinary ones.
@@ -178,6 +179,16 @@ pub fn parse_diskstats(text: &str, major: u32, minor: u32) -> Option<DiskCounter
 fn chosen(line: &str) -> String {
     let inside = line.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(name, _)| name);
     inside.unwrap_or(line).to_owned()
+}
+
+/// Whether a device is all that a file system lies on, by what the kernel tells of those that span devices.
+fn is_alone(name: &str, root: &Path) -> bool {
+    let names = |dir: std::fs::DirEntry| -> Option<Vec<std::ffi::OsString>> {
+        let devices = std::fs::read_dir(dir.path().join("devices")).ok()?;
+        Some(devices.flatten().map(|device| device.file_name()).collect())
+    };
+    let systems = std::fs::read_dir(root.join("sys/fs/btrfs")).ok();
+    systems.is_some_and(|all| all.flatten().filter_map(names).any(|devices| devices == [name]))
 }
 
 /// Source of the mount with these numbers, where it is a device's path.
@@ -278,9 +289,44 @@ mod tests {
     }
 
     #[test]
+    fn of_a_file_system_on_several_devices_the_one_that_is_named_counts_only_a_part() {
+        let root = tempfile::tempdir().unwrap();
+        // A device file of which the number is known: that of /dev/null, 1:3.
+        std::fs::create_dir(root.path().join("dev")).unwrap();
+        std::os::unix::fs::symlink("/dev/null", root.path().join("dev/sda1")).unwrap();
+        let devices = "sys/fs/btrfs/6fa2/devices";
+        for (name, text) in [
+            ("proc/self/mountinfo", "22 1 0:30 /root / rw - btrfs /dev/sda1 rw\n"),
+            ("proc/diskstats", "1 3 sda1 11 2 48 1 0 0 0 0 0 0 0\n"),
+            ("sys/devices/sda1/queue/max_sectors_kb", "512\n"),
+            ("sys/devices/sda1/queue/max_segments", "127\n"),
+            ("sys/devices/sda1/queue/nr_requests", "64\n"),
+            ("sys/dev/block/README", ""),
+            ("sys/fs/btrfs/features/raid1c34", "0\n"),
+            (&format!("{devices}/sda1"), ""),
+        ] {
+            write(root.path(), name, text);
+        }
+        std::os::unix::fs::symlink("../../devices/sda1", root.path().join("sys/dev/block/1:3")).unwrap();
+        let holder = libc::makedev(0, 30);
+        let alone = BlockDevice::under(holder, root.path()).unwrap();
+        assert_eq!(alone.counters(root.path()).unwrap().bytes, 48 * 512);
+        write(root.path(), &format!("{devices}/sdb"), "");
+        let one_of_two = BlockDevice::under(holder, root.path()).unwrap();
+        assert_eq!(one_of_two.counters(root.path()), None, "it moved half of what was read");
+        // What its requests are bound by is known all the same.
+        assert_eq!(one_of_two.name, "sda1");
+        assert_eq!(BlockQueue::of_device(root.path(), holder), one_of_two.queue());
+        assert_eq!(one_of_two.queue().map(|queue| queue.nr_requests), Some(64));
+        // Nothing is known of what is not told.
+        std::fs::remove_dir_all(root.path().join("sys/fs")).unwrap();
+        assert_eq!(BlockDevice::under(holder, root.path()).unwrap().counters(root.path()), None);
+    }
+
+    #[test]
     fn requests_of_a_partition_are_bound_by_its_drive_and_those_of_an_unknown_device_by_nothing() {
-        let sys = tempfile::tempdir().unwrap();
-        let (disk, dev_block) = (sys.path().join("devices/nvme9n1"), sys.path().join("dev/block"));
+        let root = tempfile::tempdir().unwrap();
+        let (disk, dev_block) = (root.path().join("sys/devices/nvme9n1"), root.path().join("sys/dev/block"));
         std::fs::create_dir_all(disk.join("queue")).unwrap();
         std::fs::create_dir_all(disk.join("nvme9n1p2")).unwrap();
         std::fs::create_dir_all(&dev_block).unwrap();
@@ -293,12 +339,12 @@ mod tests {
             BlockQueue { name: "nvme9n1".to_owned(), nr_requests: 1023, max_sectors_kb: 512, max_segments: 127 };
         for minor in [0, 2] {
             let device = libc::makedev(259, minor);
-            assert_eq!(BlockQueue::of_device(&dev_block, device), Some(expected.clone()));
+            assert_eq!(BlockQueue::of_device(root.path(), device), Some(expected.clone()));
         }
-        assert_eq!(BlockQueue::of_device(&dev_block, libc::makedev(0, 40)), None);
+        assert_eq!(BlockQueue::of_device(root.path(), libc::makedev(0, 40)), None);
         // 127 pieces of 4 KiB are 508 KiB, less than the 512 the size allows.
         assert_eq!((expected.request_bytes(true), expected.request_bytes(false)), (512 << 10, 508 << 10));
         std::fs::write(disk.join("queue/nr_requests"), "many").unwrap();
-        assert_eq!(BlockQueue::of_device(&dev_block, libc::makedev(259, 0)), None);
+        assert_eq!(BlockQueue::of_device(root.path(), libc::makedev(259, 0)), None);
     }
 }

@@ -62,5 +62,5 @@ impl FileSet {
 
 /// Name of the disk under a file system with this device number.
 fn disk_name(device: u64) -> Option<String> {
-    BlockQueue::of_device(Path::new("/sys/dev/block"), device).map(|queue| queue.name)
+    BlockQueue::of_device(Path::new("/"), device).map(|queue| queue.name)
 }

@@ -264,7 +264,7 @@ impl FileSet {
     /// The queue of the block device that holds the file; `None` where it cannot be found. Panics for an id that is
     /// not of this set.
     pub fn block_queue(&self, file: FileId) -> Option<BlockQueue> {
-        BlockQueue::of_device(Path::new("/sys/dev/block"), self.entry(file).identity.device)
+        BlockQueue::of_device(Path::new("/"), self.entry(file).identity.device)
     }
 
     /// The kernel refused a direct read of `file`: from now on the file is read through the page cache, with one
