@@ -5,7 +5,7 @@
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, mpsc};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 
@@ -20,7 +20,9 @@ use crate::device::schedule::{Issue, Limits, Schedule};
 use crate::device::{Device, DeviceConfig, DeviceReport, requests_max};
 use crate::error::{Errno, ErrnoKind, IoError};
 use crate::file::{FileId, FileSet};
-use crate::limits::{ENTER_RETRIES_MAX, PROBE_MAX, RING_BUFFERED_WORKERS, RING_CHUNK_BYTES};
+use crate::limits::{
+    BACKOFF_NS_MAX, BACKOFF_NS_MIN, ENTER_RETRIES_MAX, PROBE_MAX, RING_BUFFERED_WORKERS, RING_CHUNK_BYTES,
+};
 use crate::pool::SlabPool;
 
 /// `user_data` of the poll that ends the wait; operations count from 0.
@@ -152,7 +154,7 @@ impl Driver {
             facts: Facts::default(),
         };
         driver.results.reserve_exact(driver.ring.params().cq_entries() as usize);
-        driver.probe_read(files)?;
+        driver.probe_read(files, PROBE_MAX)?;
         if cfg.register {
             let (registered, note) = register(&driver.ring, pool);
             driver.registered = registered;
@@ -169,7 +171,7 @@ impl Driver {
     }
 
     /// Reads one sector of the first file: a filter may let the setup pass and forbid the rest.
-    fn probe_read(&mut self, files: &FileSet) -> Result<(), IoError> {
+    fn probe_read(&mut self, files: &FileSet, patience: Duration) -> Result<(), IoError> {
         if files.is_empty() {
             return Ok(());
         }
@@ -183,11 +185,15 @@ impl Driver {
         self.push(&entry).map_err(|_| refused("queueing a read", Errno(libc::EBUSY)))?;
         let asked = Instant::now();
         // By time: a polled wait comes back without a result whenever the scheduler wants the core.
-        while asked.elapsed() < PROBE_MAX {
-            match self.ring.submit_and_wait(1) {
-                Ok(_) => std::thread::yield_now(),
-                Err(error) if passing(Errno::of(&error)) => {}
-                Err(error) => return Err(refused("io_uring_enter", Errno::of(&error))),
+        while asked.elapsed() < patience {
+            // A drive that hangs must not hold up the readers that could take over. Where the wait cannot be timed, on
+            // kernels before 5.11 and where completions are polled for, it does.
+            let timed = self.ring.params().is_feature_ext_arg();
+            let left = u64::try_from(patience.saturating_sub(asked.elapsed()).as_nanos()).unwrap_or(u64::MAX);
+            match self.enter(timed.then_some(left.max(1))) {
+                Ok(()) => std::thread::yield_now(),
+                Err(errno) if passing(errno) => {}
+                Err(errno) => return Err(refused("io_uring_enter", errno)),
             }
             if let Some(done) = self.ring.completion().next() {
                 drop(std::mem::ManuallyDrop::into_inner(buffer));
@@ -254,8 +260,8 @@ impl Driver {
                 Err(errno) if passing(errno) && fruitless < ENTER_RETRIES_MAX => {
                     // EINTR and ETIME are ordinary; the others mean the kernel is short of something.
                     if !matches!(errno.0, libc::EINTR | libc::ETIME) {
+                        std::thread::sleep(squeezed_pause(fruitless));
                         fruitless += 1;
-                        std::thread::yield_now();
                     }
                 }
                 Err(errno) => return Err(format!("io_uring_enter failed: {errno}")),
@@ -350,6 +356,12 @@ impl Driver {
     }
 }
 
+/// How long to wait for a kernel that is short of something, after it was for the last `times` times.
+fn squeezed_pause(times: u32) -> Duration {
+    let doubled = BACKOFF_NS_MIN.checked_shl(times.min(BACKOFF_NS_MAX.ilog2())).unwrap_or(BACKOFF_NS_MAX);
+    Duration::from_nanos(doubled.min(BACKOFF_NS_MAX))
+}
+
 /// A panic of the ring's thread: what the kernel has is leaked, and the device is dead.
 struct DeathWatch<'a> {
     shared: &'a Shared,
@@ -359,5 +371,39 @@ impl Drop for DeathWatch<'_> {
     fn drop(&mut self) {
         self.shared.lock().schedule.abandon();
         self.shared.die("the ring's thread panicked".to_owned());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::OwnedFd;
+
+    /// A pipe in the place of a file is a drive that does not answer.
+    #[test]
+    fn a_drive_that_hangs_at_the_first_read_is_not_waited_for_without_end() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let (source, sink) = std::io::pipe().unwrap();
+        let mut files = FileSet::open(&[file.path().to_owned()], IoMode::Buffered).unwrap();
+        let pool = SlabPool::new(4096, 1).unwrap();
+        let mut driver = match Driver::new(&DeviceConfig::default(), &files, &pool, event_fd().unwrap()) {
+            Ok(driver) => driver,
+            Err(error) => return eprintln!("skipped: {error}"),
+        };
+        if !driver.ring.params().is_feature_ext_arg() {
+            return eprintln!("skipped: this kernel cannot time a wait");
+        }
+        files.force_plain(FileId(0), File::from(OwnedFd::from(source)));
+        let error = driver.probe_read(&files, Duration::from_millis(20)).unwrap_err();
+        assert!(matches!(error, IoError::RingRefused { errno: Errno(libc::ETIME), .. }), "{error}");
+        drop(sink);
+    }
+
+    #[test]
+    fn a_kernel_short_of_memory_is_given_more_than_a_minute() {
+        assert_eq!([0, 1, 2].map(squeezed_pause), [50, 100, 200].map(Duration::from_micros));
+        assert_eq!([11, 63, 64, u32::MAX].map(squeezed_pause), [Duration::from_millis(100); 4]);
+        let all: Duration = (0..ENTER_RETRIES_MAX).map(squeezed_pause).sum();
+        assert!(all > Duration::from_secs(60), "{all:?}");
     }
 }
