@@ -31,6 +31,25 @@ fn model() -> Model {
     Model::new(&[400 * KIB, 304 * KIB])
 }
 
+#[test]
+fn a_pause_ends_while_another_read_hangs() {
+    let model = model();
+    let files = model.open(IoMode::Buffered);
+    let script = vec![(0, SimFault::Stall(Duration::from_secs(5))), (1, SimFault::Errno(libc::EAGAIN))];
+    let pool = SlabPool::new(128 * KIB as usize, 2).unwrap();
+    let cfg = SimConfig { script, reorder: true, ..SimConfig::calm(1) };
+    let mut device = sim_device(&cfg, Arc::clone(&files), &pool).unwrap();
+    for tag in 0..2 {
+        let plan = plan_of(&files, &[span(0, tag * 8192, 4096)]);
+        device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
+    }
+    // The pause after the EAGAIN is 50 us.
+    let done = device.reap(Wait::AtMost(Duration::from_millis(1))).unwrap().expect("only the first read hangs");
+    assert_eq!((done.tag, done.result, done.service), (1, Ok(()), Duration::from_micros(50)));
+    assert!(device.reap(Wait::AtMost(Duration::from_secs(4))).unwrap().is_none());
+    assert_eq!(device.reap(Wait::Block).unwrap().map(|done| (done.tag, done.service.as_secs())), Some((0, 5)));
+}
+
 #[derive(Debug, Default, PartialEq)]
 struct History {
     /// Tag and error, in the order of completion.
