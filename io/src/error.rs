@@ -154,6 +154,11 @@ pub enum IoError {
 }
 
 impl IoError {
+    /// Whether it says that this way of reading cannot be had here, rather than that reading failed.
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, IoError::RingRefused { .. } | IoError::DirectRefused { .. } | IoError::Refused { .. })
+    }
+
     /// What the user can do, in one line; `None` where there is nothing to say beyond the error.
     pub fn hint(&self) -> Option<String> {
         let text = match self {
@@ -343,6 +348,13 @@ mod tests {
             assert!(text.contains(part), "{part} not in {text}");
         }
         assert!(IoError::Read { range, errno: Errno(5) }.hint().is_some_and(|h| h.contains("damage")));
+    }
+
+    #[test]
+    fn a_read_that_fails_is_no_refusal_whatever_the_kernel_says() {
+        let range = ReadRange { path: Arc::from(Path::new("/m/a")), offset: 0, wanted: 1, got: 0 };
+        assert!(!IoError::Read { range, errno: Errno(libc::EOPNOTSUPP) }.is_refusal());
+        assert!(IoError::Refused { what: "iopoll", why: "the first polled read was refused".to_owned() }.is_refusal());
     }
 
     #[test]

@@ -129,7 +129,7 @@ fn one(
             Ok(true)
         }
         Ok(Outcome::Stopped) => Ok(false),
-        Err(error) if is_refusal(&error) => {
+        Err(error) if error.is_refusal() => {
             *state = State::Unavailable(error.to_string());
             Ok(true)
         }
@@ -142,15 +142,3 @@ fn one(
         }
     }
 }
-
-/// Whether an error says that a way of reading cannot be had, rather than that reading failed.
-fn is_refusal(error: &IoError) -> bool {
-    match error {
-        IoError::RingRefused { .. } | IoError::DirectRefused { .. } | IoError::Refused { .. } => true,
-        // A ring that polls learns at the first read that the driver does not.
-        IoError::Read { errno, .. } => errno.0 == EOPNOTSUPP,
-        _ => false,
-    }
-}
-
-const EOPNOTSUPP: i32 = 95;
