@@ -484,6 +484,7 @@ fn what_cannot_work_is_refused_before_anything_is_written() {
     let file = file_in(&dir);
     let (file, place) = (file.to_str().unwrap(), dir.path().to_str().unwrap());
     let missing = format!("{place}/none/x.svg");
+    let never = format!("{place}/x.svg");
     for (arguments, words) in [
         (&["--file", "/nonexistent/file"][..], &["/nonexistent/file"][..]),
         (&["--file", place], &["is not a file", "hint:"]),
@@ -497,6 +498,7 @@ fn what_cannot_work_is_refused_before_anything_is_written() {
         (&["--dir", place, "--size", "9000T"], &["no room", "hint:"]),
         (&["--dir", "/nonexistent"], &["/nonexistent"]),
         (&["--file", file, "--svg", &missing], &["x.svg"]),
+        (&["--file", "/nonexistent/file", "--svg", &never], &["/nonexistent/file"]),
         (&["--file", file, "--secs", "-1"], &["--secs"]),
         (&["--file", file, "--device", "uring"], &["--device"]),
     ] {

@@ -65,9 +65,7 @@ pub fn bench_io(args: &BenchIoArgs, machine: &Machine) -> Result<Done, Failure> 
         fio::check()?;
     }
     if let Some(path) = &args.svg {
-        // Better now than after minutes of measuring.
-        let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
-        opened.map_err(|e| Failure::usage(format!("cannot write {}", path.display())).cause(e))?;
+        super::run::check_writable(path, "chart")?;
     }
     let stop = interrupt::watch()?;
     let mut progress = render::Progress::new(args.quiet);
