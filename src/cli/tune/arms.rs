@@ -4,7 +4,7 @@ use millstream_io::measure::{Candidate, Summary};
 
 use super::Conditions;
 use super::choose::{self, Pair, Rerun, Sample};
-use super::trial::{Measured, Trial};
+use super::trial::Measured;
 use crate::cli::Failure;
 use crate::cli::reading::Reading;
 use crate::cli::render::Waiting;
@@ -46,6 +46,9 @@ pub enum Went<T> {
     Stopped,
 }
 
+/// Generates once, reading this way; `None` where the user stopped it.
+pub type Run<'a> = dyn FnMut(&Reading) -> Result<Option<Measured>, Failure> + 'a;
+
 /// The candidates with what was measured of them; the first is the default.
 pub fn arms(candidates: &[Candidate], results: &[Summary], unavailable: &[(String, String)]) -> Vec<Arm> {
     let mut arms: Vec<Arm> = candidates
@@ -75,7 +78,7 @@ pub fn arms(candidates: &[Candidate], results: &[Summary], unavailable: &[(Strin
 /// Generates with every arm that is to be tried, then once more with the one that leads.
 pub fn generate(
     arms: &mut [Arm],
-    trial: &mut Trial,
+    run: &mut Run,
     progress: &Waiting,
     conditions: &mut Conditions,
 ) -> Result<Went<Option<Lead>>, Failure> {
@@ -84,7 +87,7 @@ pub fn generate(
         for (done, index) in order.iter().enumerate() {
             let (number, count) = (round * order.len() + done + 1, ROUNDS * order.len());
             progress.say(format!("generation {number} of {count}, {}", arms[*index].reading));
-            let Went::On(measured) = one(*index, arms, trial)? else { return Ok(Went::Stopped) };
+            let Went::On(measured) = one(*index, arms, run)? else { return Ok(Went::Stopped) };
             if let Some(Measured { sample, bytes, direct, .. }) = measured {
                 arms[*index].samples.push(sample);
                 if *index == 0 {
@@ -107,7 +110,7 @@ pub fn generate(
         let first = if number % 2 == 0 { [leader, 0] } else { [0, leader] };
         let mut rates = [None; 2];
         for index in first {
-            let Went::On(measured) = one(index, arms, trial)? else { return Ok(Went::Stopped) };
+            let Went::On(measured) = one(index, arms, run)? else { return Ok(Went::Stopped) };
             rates[usize::from(index == 0)] = measured.map(|m| m.sample).filter(|s| !s.cached).map(|s| s.tok_s);
         }
         if let [Some(challenger), Some(default)] = rates {
@@ -118,11 +121,11 @@ pub fn generate(
 }
 
 /// A generation with one arm; none where it cannot be had. The defaults must be had.
-fn one(index: usize, arms: &mut [Arm], trial: &mut Trial) -> Result<Went<Option<Measured>>, Failure> {
+fn one(index: usize, arms: &mut [Arm], run: &mut Run) -> Result<Went<Option<Measured>>, Failure> {
     if arms[index].unavailable.is_some() {
         return Ok(Went::On(None));
     }
-    match trial.run(&arms[index].reading) {
+    match run(&arms[index].reading) {
         Ok(None) => Ok(Went::Stopped),
         Ok(measured) => Ok(Went::On(measured)),
         Err(failure) if index == 0 => Err(failure),
@@ -162,6 +165,7 @@ pub fn verdict(arms: &[Arm], lead: Option<&Lead>) -> (usize, String) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::Depth;
 
     fn arm(rates: &[f64], cached: bool) -> Arm {
         Arm {
@@ -176,6 +180,60 @@ mod tests {
 
     fn pairs(gain: f64, count: usize) -> Lead {
         Lead { arm: 1, pairs: vec![Pair { challenger: 10.0 * gain, default: 10.0 }; count] }
+    }
+
+    /// Arms of the depths 1, 2, ... that are tried, the first by the name of the defaults.
+    fn by_depth(count: u32) -> Vec<Arm> {
+        let arm = |depth| Arm { reading: Reading::of(&Candidate { depth, ..Candidate::RING }), ..arm(&[], false) };
+        (1..=count).map(arm).collect()
+    }
+
+    fn conditions() -> Conditions {
+        Conditions { prompt_tokens: 1, tokens: 1, slabs: 1, experts: 1, bytes: 0, direct: true, cold: true }
+    }
+
+    /// Generates with arms whose rates are `rates`, 0 for one that cannot be had and an end at `stop`; which were run.
+    fn generated(rates: &[f64], stop: usize) -> (Result<Went<Option<Lead>>, Failure>, Vec<usize>) {
+        let mut arms = by_depth(rates.len() as u32);
+        let mut ran = Vec::new();
+        let mut run = |reading: &Reading| {
+            let Depth::Slabs(depth) = reading.depth else { panic!("{reading}") };
+            ran.push(depth as usize - 1);
+            let tok_s = rates[depth as usize - 1];
+            if tok_s == 0.0 {
+                return Err(Failure::work("refused"));
+            }
+            let sample = Sample { tok_s, cached: false };
+            Ok((ran.len() < stop).then_some(Measured { sample, bytes: 7, before_s: 0.0, direct: true }))
+        };
+        let outcome = generate(&mut arms, &mut run, &Waiting::begin("", true), &mut conditions());
+        (outcome, ran)
+    }
+
+    #[test]
+    fn arms_take_turns_in_reversed_order_and_the_rerun_begins_with_the_one_that_did_not_come_last() {
+        let (outcome, ran) = generated(&[10.0, 11.0, 12.0], usize::MAX);
+        let rounds = [0, 1, 2, 2, 1, 0, 0, 1, 2];
+        let rerun = [2, 0, 0, 2, 2, 0, 0, 2, 2, 0, 0, 2];
+        assert_eq!(ran, [&rounds[..], &rerun[..]].concat());
+        let Ok(Went::On(Some(lead))) = outcome else { panic!("depth 3 leads") };
+        assert_eq!((lead.arm, lead.pairs), (2, vec![Pair { challenger: 12.0, default: 10.0 }; PAIRS]));
+    }
+
+    #[test]
+    fn what_cannot_be_had_is_run_once_and_without_a_gain_there_is_no_rerun() {
+        let (outcome, ran) = generated(&[10.0, 0.0, 10.2], usize::MAX);
+        assert_eq!(ran, [0, 1, 2, 2, 0, 0, 2]);
+        assert!(matches!(outcome, Ok(Went::On(None))));
+        assert!(generated(&[0.0, 11.0], usize::MAX).0.is_err(), "the defaults must be had");
+    }
+
+    #[test]
+    fn whoever_stops_it_stops_it_at_once() {
+        for stop in [1, 4, 10, 15] {
+            let (outcome, ran) = generated(&[10.0, 11.0, 12.0], stop);
+            assert!(matches!(outcome, Ok(Went::Stopped)) && ran.len() == stop, "{stop}: {ran:?}");
+        }
     }
 
     #[test]

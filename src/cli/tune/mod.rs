@@ -157,7 +157,7 @@ fn measure(
         return Ok(Went::Stopped);
     };
     let progress = render::Waiting::begin("generating", args.quiet);
-    let Went::On(lead) = generate(&mut arms, &mut trial, &progress, &mut conditions)? else {
+    let Went::On(lead) = generate(&mut arms, &mut |reading| trial.run(reading), &progress, &mut conditions)? else {
         return Ok(Went::Stopped);
     };
     drop(progress);
