@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use common::{
     Kind, Model, check_bytes, child, demand, is_root, kinds, open, open_to_all, plan_of, span, succeeded, write_file,
@@ -146,35 +146,32 @@ fn child_entry() {
 
 extern "C" fn ignore(_: libc::c_int) {}
 
-/// Calls `work` while every thread of this process gets a signal that nothing restarts, again and again. Returns how
-/// many were sent.
-fn under_signals(work: impl FnOnce()) -> u64 {
+/// Calls `work` while every thread of this process gets a signal that nothing restarts, again and again; it is told how
+/// many were sent so far. Returns how many were sent in all.
+fn under_signals(work: impl FnOnce(&AtomicU64)) -> u64 {
     // SAFETY: an all-zero `sigaction` is a valid value of that plain C struct: no flags, so that calls are interrupted.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as usize;
     // SAFETY: the handler does nothing, and `action` outlives the call.
     let rc = unsafe { libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut()) };
     assert_eq!(rc, 0);
-    let (stop, mut sent) = (AtomicBool::new(false), 0);
+    let (stop, sent) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
-        let sender = scope.spawn(|| {
-            let mut sent = 0;
+        scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
                 for task in std::fs::read_dir("/proc/self/task").unwrap().flatten() {
                     let thread: libc::pid_t = task.file_name().to_str().unwrap().parse().unwrap();
                     // SAFETY: the call takes numbers; a thread that is gone is an error and nothing else.
                     let rc = unsafe { libc::syscall(libc::SYS_tgkill, std::process::id(), thread, libc::SIGUSR1) };
-                    sent += u64::from(rc == 0);
+                    sent.fetch_add(u64::from(rc == 0), Ordering::Relaxed);
                 }
                 std::thread::sleep(std::time::Duration::from_micros(200));
             }
-            sent
         });
-        work();
+        work(&sent);
         stop.store(true, Ordering::Relaxed);
-        sent = sender.join().unwrap();
     });
-    sent
+    sent.into_inner()
 }
 
 fn reads_under_signals() {
@@ -186,9 +183,11 @@ fn reads_under_signals() {
             let pool = SlabPool::new(8 * MIB as usize, 3).unwrap();
             let plan = plan_of(&files, &spans);
             let mut device = open(kind, &DeviceConfig::default(), &files, &pool);
-            let sent = under_signals(|| {
+            let sent = under_signals(|sent| {
                 // Its threads are idle, which for the ring's is a wait in the kernel for a completion.
-                std::thread::sleep(std::time::Duration::from_millis(20));
+                while sent.load(Ordering::Relaxed) < 100 {
+                    std::thread::yield_now();
+                }
                 for tag in 0..12 {
                     device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
                     let wait = Wait::AtMost(std::time::Duration::from_secs(60));
@@ -198,7 +197,7 @@ fn reads_under_signals() {
                 }
             });
             println!("{kind:?}, {mode}: {sent} signals, {} calls repeated", device.stats().retries);
-            assert!(sent > 100);
+            assert!(sent >= 100);
         }
     }
 }
