@@ -184,6 +184,12 @@ fn cached_pages(file: &std::fs::File) -> usize {
     there.iter().filter(|byte| **byte & 1 == 1).count()
 }
 
+/// Whether the page cache has all of a file right after it was read by other means.
+fn keeps_what_is_read(path: &Path) -> bool {
+    let bytes = std::fs::read(path).unwrap();
+    cached_pages(&std::fs::File::open(path).unwrap()) == bytes.len().div_ceil(4096)
+}
+
 #[test]
 fn what_stays_in_the_page_cache_is_what_the_mode_says() {
     let model = Model::new(&[FILE_BYTES]);
@@ -219,6 +225,11 @@ fn what_stays_in_the_page_cache_is_what_the_mode_says() {
         eprintln!("{mode}, {kind}: {left} of {pages} pages");
         match files.access(FileId(0)) {
             Access::Direct { .. } => assert_eq!(left, 0, "{mode}, {kind}"),
+            Access::Buffered { .. } | Access::SilentlyBuffered { .. } | Access::Mapped
+                if left < read && !keeps_what_is_read(&model.paths[0]) =>
+            {
+                eprintln!("skipped {mode}, {kind}: memory is being reclaimed");
+            }
             // What was read stays; whether its neighbours came along is the kernel's business.
             Access::Buffered { .. } | Access::SilentlyBuffered { .. } | Access::Mapped => {
                 assert!(left >= read, "{mode}, {kind}: {left} of the {read} pages that were read");
