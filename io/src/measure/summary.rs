@@ -7,6 +7,10 @@ use crate::measure::plan::Candidate;
 
 /// Candidates this close to the fastest count as equally fast.
 pub const NEAR: f64 = 0.98;
+/// However much rounds differ, nothing that reaches less of the fastest is as fast.
+const FAR: f64 = 0.9;
+/// What takes more than so many times the least CPU among those as fast is none of them.
+const FRUGAL: f64 = 2.0;
 /// Below this share of the wanted bytes moved by the drive, memory served the rest.
 const MOVED_MIN: f64 = 0.95;
 /// Above this share of pages in memory before a round, it may be served from there.
@@ -139,15 +143,18 @@ pub fn summarize(candidate: Candidate, rounds: &[Round]) -> Option<Summary> {
     })
 }
 
-/// Of what memory did not serve and a user can ask for: the smallest depth within 2 % of the fastest, the least CPU
-/// among equals. `None` where memory served everything.
+/// Of what memory did not serve and a user can ask for: the smallest depth of those that cannot be told apart from the
+/// fastest, the least CPU among equals. `None` where memory served everything.
 pub fn recommend(list: &[Summary]) -> Option<Recommendation> {
     let real = || list.iter().enumerate().filter(|(_, summary)| !summary.cached);
     let offered = || real().filter(|(_, summary)| summary.candidate.is_offered());
     let (best, fastest) = real().max_by(|a, b| a.1.gb_s.total_cmp(&b.1.gb_s))?;
     // What is only for comparison may be the fastest: then what comes nearest counts.
     let (_, nearest) = offered().max_by(|a, b| a.1.gb_s.total_cmp(&b.1.gb_s))?;
-    let near = || offered().filter(|(_, summary)| summary.gb_s >= NEAR * nearest.gb_s.min(fastest.gb_s));
+    let floor = floor_of(nearest);
+    let alike = || offered().filter(|(_, summary)| summary.gb_s >= floor);
+    let frugal = alike().map(|(_, summary)| summary.cpu_s_per_gb).fold(f64::INFINITY, f64::min);
+    let near = || alike().filter(|(_, summary)| summary.cpu_s_per_gb <= FRUGAL * frugal);
     let (take, taken) = near().min_by(|(_, a), (_, b)| {
         let by_cpu = a.cpu_s_per_gb.total_cmp(&b.cpu_s_per_gb);
         a.candidate.depth.cmp(&b.candidate.depth).then(by_cpu).then(b.gb_s.total_cmp(&a.gb_s))
@@ -157,15 +164,25 @@ pub fn recommend(list: &[Summary]) -> Option<Recommendation> {
     Some(Recommendation { best, take, reason })
 }
 
+/// From what rate on a candidate is taken for as fast as the fastest: within 2 % of it, or no slower than its own slowest
+/// round. One round among many that something else disturbed says little, so that has an end.
+fn floor_of(fastest: &Summary) -> f64 {
+    (NEAR * fastest.gb_s).min(fastest.gb_s_min.max(FAR * fastest.gb_s))
+}
+
 fn reason(fastest: &Summary, nearest: &Summary, taken: &Summary, near: usize, same_depth: usize) -> String {
     let depth = taken.candidate.depth;
     let mut reason = if near == 1 {
         format!("the fastest that can be asked for at {:.2} GB/s, and no other comes within 2 % of it", taken.gb_s)
     } else {
         let plural = if depth == 1 { "slab" } else { "slabs" };
+        let alike = match floor_of(nearest) < NEAR * nearest.gb_s {
+            true => "cannot be told apart here from",
+            false => "are within 2 % of",
+        };
         format!(
-            "{near} are within 2 % of the fastest that can be asked for ({:.2} GB/s); {depth} {plural} in flight is the \
-             least among them, and more would only add latency",
+            "{near} {alike} the fastest that can be asked for ({:.2} GB/s); {depth} {plural} in flight is the least among \
+             them, and more would only add latency",
             nearest.gb_s
         )
     };
@@ -276,8 +293,8 @@ mod tests {
     fn the_smallest_depth_near_the_best_is_taken_and_cpu_decides_among_equals() {
         let list = [
             summary(1, 1.50, 0.001, false),
-            summary(2, 1.97, 0.005, false),
-            summary(2, 1.98, 0.002, false),
+            summary(2, 1.97, 0.002, false),
+            summary(2, 1.98, 0.0015, false),
             summary(4, 1.99, 0.001, false),
             summary(8, 2.00, 0.001, false),
             summary(1, 9.00, 0.001, true),
@@ -285,7 +302,7 @@ mod tests {
         let found = recommend(&list).unwrap();
         assert_eq!((found.best, found.take), (4, 2));
         assert!(found.reason.starts_with("4 are within") && found.reason.contains("2 slabs"), "{}", found.reason);
-        assert!(found.reason.contains("least CPU (0.0020 s/GB)"), "{}", found.reason);
+        assert!(found.reason.contains("least CPU (0.0015 s/GB)"), "{}", found.reason);
     }
 
     #[test]
@@ -307,6 +324,25 @@ mod tests {
         assert_eq!((found.best, found.take), (0, 2));
         assert!(found.reason.contains("sqpoll reached 3.00 GB/s"), "{}", found.reason);
         assert_eq!(recommend(&[polled]), None);
+    }
+
+    #[test]
+    fn what_the_rounds_of_the_fastest_do_not_tell_apart_is_alike_and_twice_the_cpu_is_not() {
+        // Threads at 3.68 (3.61 to 3.75) for 0.0119 s/GB; the ring at 3.63 for 0.0038, and at 3.60, slower than any round.
+        let fastest = Summary { gb_s_min: 3.61, gb_s_max: 3.75, ..summary(8, 3.68, 0.0119, false) };
+        let list = [fastest.clone(), summary(16, 3.63, 0.0038, false), summary(4, 3.60, 0.0037, false)];
+        // 3.60 is below 3.61, and below 98 % of 3.68 = 3.6064.
+        let found = recommend(&list).unwrap();
+        assert_eq!((found.best, found.take), (0, 1));
+        // The same with a slowest round that tells less: now depth 4 is alike, and the least.
+        let wider = Summary { gb_s_min: 3.5, ..fastest.clone() };
+        let found = recommend(&[wider, list[1].clone(), list[2].clone()]).unwrap();
+        assert_eq!(found.take, 2);
+        assert!(found.reason.starts_with("2 cannot be told apart here from"), "{}", found.reason);
+        // A round that stands alone does not make a rate alike that is 10 % lower: 0.9 * 3.68 = 3.312.
+        let disturbed = Summary { gb_s_min: 0.5, ..fastest };
+        let found = recommend(&[disturbed, summary(1, 3.3, 0.0119, false)]).unwrap();
+        assert_eq!(found.take, 0);
     }
 
     #[test]

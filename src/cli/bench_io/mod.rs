@@ -52,6 +52,10 @@ impl Report {
     /// Why nothing is recommended, where that is so.
     fn why_nothing(&self) -> &'static str {
         match (self.results.is_empty(), self.failed.is_empty()) {
+            (false, _) if self.facts.places == 1 => "there is a single place to read, over and over",
+            (false, _) if self.results.iter().any(|summary| !summary.cached) => {
+                "it was interrupted before everything was measured once"
+            }
             (false, _) => "memory served every figure here, so none of them is the drive's",
             (true, false) => "every read failed",
             (true, true) => "nothing was measured",
@@ -94,8 +98,10 @@ pub fn bench_io(args: &BenchIoArgs, machine: &Machine) -> Result<Done, Failure> 
         fio: if args.fio { fio::runs(machine, &source, target.slab_bytes(), args.quick) } else { Vec::new() },
     };
     let measured = measure::measure(&plan, &mut target, &stop, &mut progress)?;
+    let had = measured.results.len() + measured.unavailable.len() + measured.failed.len();
+    let tells = had == plan.candidates.len() && target.places() > 1;
     let report = Report {
-        recommendation: recommend(&measured.results),
+        recommendation: if tells { recommend(&measured.results) } else { None },
         facts,
         results: measured.results,
         unavailable: source::named(&source, measured.unavailable),

@@ -47,11 +47,12 @@ fn title(svg: &mut String, report: &Report) {
     let disk = facts.disk.as_ref().map_or("no block device", |disk| &disk.name);
     let under = format!("{}, {} cores, Linux {}; {} on {disk}", facts.cpu, facts.cores, facts.kernel, facts.fs);
     text(svg, 20.0, 48.0, "start", 12.0, &under);
-    if let Some(found) = &report.recommendation {
-        let taken = &report.results[found.take];
-        let line = format!("recommended: {} ({:.2} GB/s)", super::table::flags(&taken.candidate), taken.gb_s);
-        text(svg, 20.0, 68.0, "start", 12.0, &line);
-    }
+    let recommended = report.recommendation.as_ref().map(|found| &report.results[found.take]);
+    let recommended = recommended
+        .map(|taken| format!("recommended: {} ({:.2} GB/s)", super::table::flags(&taken.candidate), taken.gb_s));
+    let interrupted = report.interrupted.then(|| "interrupted: some have fewer rounds, or none".to_owned());
+    let line: Vec<String> = recommended.into_iter().chain(interrupted).collect();
+    text(svg, 20.0, 68.0, "start", 12.0, &line.join("; "));
 }
 
 /// Candidates that differ in depth only, by name.
