@@ -30,7 +30,7 @@ fn generation(model: &Path, extra: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
     command.args(["run", "-p", "Tell me a story about a fox.", "-n", "24", "--temp", "0", "--ram", "10M", "-m"]);
     // No tuning profile of whoever runs this.
-    command.arg(model).args(extra).env("XDG_STATE_HOME", "/nonexistent").stdin(Stdio::null());
+    command.arg(model).args(extra).env("XDG_STATE_HOME", "/dev/null/nowhere").stdin(Stdio::null());
     for name in ["MODEL", "RAM", "THREADS", "IO", "DEVICE"] {
         command.env_remove(format!("MILLSTREAM_{name}"));
     }
@@ -214,7 +214,7 @@ fn the_doctor_says_why_there_is_no_io_uring_and_makes_no_call_where_threads_are_
     let doctor = || {
         let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
         command.args(["doctor", "--deep", "-m"]).arg(container()).stdin(Stdio::null());
-        command.env("XDG_STATE_HOME", "/nonexistent");
+        command.env("XDG_STATE_HOME", "/dev/null/nowhere");
         command
     };
     let output = under_filter(doctor(), forbid_io_uring(SeccompAction::Errno(libc::EPERM as u32)));
@@ -320,7 +320,7 @@ fn an_ordinary_user_without_a_home_or_a_network_converts_and_runs() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     let like = generation(&own.path().join("container"), &[]);
     let mut command = Command::new(&program);
-    command.args(like.get_args()).env("HOME", "/nonexistent").env_remove("XDG_CACHE_HOME").current_dir(own.path());
+    command.args(like.get_args()).env("HOME", "/dev/null/nowhere").env_remove("XDG_CACHE_HOME").current_dir(own.path());
     command.env_remove("XDG_STATE_HOME");
     let output = changed(command, drop_rights).unwrap();
     assert_eq!(answer(&output, &[]), expected());

@@ -238,7 +238,7 @@ fn doctor_names_the_profile() {
     };
     let said = doctor(state.path());
     assert!(said.contains("ok    tuning       settings from the tune of") && said.contains("--depth 2"), "{said}");
-    let said = doctor(Path::new("/nonexistent"));
+    let said = doctor(Path::new("/dev/null/nowhere"));
     assert!(said.contains("skip  tuning") && said.contains("millstream tune"), "{said}");
 }
 

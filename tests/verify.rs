@@ -418,7 +418,7 @@ fn millstream(arguments: &[&str]) -> Output {
         command.env_remove(format!("MILLSTREAM_{name}"));
     }
     // No tuning profile of whoever runs this.
-    command.args(arguments).env("XDG_STATE_HOME", "/nonexistent").stdin(Stdio::null()).output().unwrap()
+    command.args(arguments).env("XDG_STATE_HOME", "/dev/null/nowhere").stdin(Stdio::null()).output().unwrap()
 }
 
 fn text(bytes: &[u8]) -> &str {
