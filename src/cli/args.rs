@@ -15,6 +15,7 @@ use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
 use super::plan::PlanArgs;
+use super::profile::ProfileArgs;
 use super::size;
 use super::synth::SynthArgs;
 use super::tune::TuneArgs;
@@ -48,6 +49,8 @@ pub enum Command {
     Plan(PlanArgs),
     /// Writes a model of true shapes with drawn weights, for measuring one that is not at hand.
     Synth(SynthArgs),
+    /// One generation with the full accounting: where its time went, what bound it, and what to change.
+    Profile(Box<ProfileArgs>),
     /// Which experts the router chooses: recorded, replayed over cache policies, drawn.
     Trace(super::trace::TraceArgs),
 }

@@ -9,10 +9,12 @@ mod convert;
 mod doctor;
 mod hanging;
 mod interrupt;
+mod job;
 pub mod machine;
 mod notes;
 mod plan;
 mod printer;
+mod profile;
 mod prompt;
 pub mod reading;
 pub mod render;
@@ -129,6 +131,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::Tune(tune_args) => tune::tune(tune_args, &machine),
         args::Command::Plan(plan_args) => plan::plan(plan_args, &machine),
         args::Command::Synth(synth_args) => synth::synth(synth_args),
+        args::Command::Profile(profile_args) => profile::profile(profile_args, &machine),
         args::Command::Trace(trace_args) => trace::trace(trace_args, &machine),
     };
     match result {

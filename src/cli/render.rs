@@ -146,13 +146,7 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
         rate(stats.prefill_tok_s),
         seconds(stats.load_s),
     );
-    let ended = match (stats.finish_reason, &stats.stop_string) {
-        (_, Some(stop)) => format!("stopped before {stop:?}"),
-        ("length", _) if stats.context_full => "ended at the end of the context".into(),
-        ("length", _) => "ended by its length".into(),
-        ("interrupted", _) => "interrupted".into(),
-        _ => "ended by the model".into(),
-    };
+    let ended = ended(stats);
     let _ = writeln!(
         text,
         "answer  {:>7} tokens in {:>8}  {}  {ended}{}",
@@ -229,7 +223,19 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
     text
 }
 
-fn drive_text(drive: &DriveUse) -> String {
+/// How the answer ended.
+pub fn ended(stats: &Stats) -> String {
+    match (stats.finish_reason, &stats.stop_string) {
+        (_, Some(stop)) => format!("stopped before {stop:?}"),
+        ("length", _) if stats.context_full => "ended at the end of the context".into(),
+        ("length", _) => "ended by its length".into(),
+        ("interrupted", _) => "interrupted".into(),
+        _ => "ended by the model".into(),
+    }
+}
+
+/// What one of several drives did.
+pub fn drive_text(drive: &DriveUse) -> String {
     let rate = drive.gb_s.map_or_else(String::new, |gb_s| format!(" at {gb_s:.2} GB/s"));
     let failed = match drive.errors {
         0 => String::new(),
@@ -254,7 +260,8 @@ fn stage_table(text: &mut String, stats: &Stats) {
     let _ = writeln!(text, "{:<12}{:>10}{:>7.1} %", "total", seconds(total), share(total));
 }
 
-fn seconds(s: f64) -> String {
+/// A time with four digits or so.
+pub fn seconds(s: f64) -> String {
     if s < 9.9995 {
         format!("{s:.3} s")
     } else if s < 999.95 {
@@ -264,7 +271,8 @@ fn seconds(s: f64) -> String {
     }
 }
 
-fn micros(us: f64) -> String {
+/// A time given in microseconds, with its unit.
+pub fn micros(us: f64) -> String {
     if us < 999.95 {
         format!("{us:.1} us")
     } else if us < 999_950.0 {

@@ -1,22 +1,22 @@
 //! The `run` command: one generation.
 
+use std::cell::RefCell;
 use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
-use crate::checkpoint::{Arch, Checkpoint};
+use crate::checkpoint::Checkpoint;
 use crate::engine::stats::Stats;
-use crate::engine::stop::StopMatcher;
-use crate::engine::{Engine, EngineError, Finish, Job, Observe, Outcome};
-use crate::model::tokenizer::{Tokenizer, TokenizerError};
+use crate::engine::{Engine, EngineError, Finish, Job, Outcome};
 use crate::store::trace::Recorder;
 
 use super::args::RunArgs;
-use super::config::{self, ModelChoice, RunConfig};
+use super::config::RunConfig;
+use super::job::{self, Prepared};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
-use super::usage::Usage;
-use super::{Done, Failure, bundled, hanging, interrupt, notes, prompt, render, size, tuning};
+use super::{Done, Failure, hanging, interrupt, notes, render, size};
 
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
@@ -29,56 +29,42 @@ pub fn run_recorded(args: &RunArgs, machine: &Machine, recorded: &mut Option<Rec
 }
 
 fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<Recorder>>) -> Result<Done, Failure> {
-    let mut config = config::decide(args, machine)?;
-    config.check_memory(machine)?;
-    let text = prompt::read_prompt(args)?;
-    let typed_ids = if args.ids { Some(prompt::parse_ids(&text)?) } else { None };
-    if let Some(path) = &args.timeline {
-        check_writable(path, "timeline")?;
-    }
-    if let Some(path) = &args.stats_json {
-        check_writable(path, "statistics")?;
-    }
-    let Some(checkpoint) = open_checkpoint(args, &mut config, machine)? else { return Ok(Done::Interrupted) };
-    let dir = checkpoint.dir.clone();
-    let files = Files { dir: &dir, cached: matches!(config.model, ModelChoice::Bundled(_)) };
-    let longest = checkpoint.arch.max_context;
-    let tokenizer =
-        prompt::open_tokenizer(&dir, &checkpoint.arch, args.ids).map_err(|failure| files.blamed(failure))?;
-    let prompt = match (typed_ids, &tokenizer) {
-        (Some(ids), _) => prompt::check_ids(ids, &checkpoint.arch)?,
-        (None, Some(tokenizer)) => {
-            config.could_fit(tokenizer.least_tokens(text.trim().len()), longest)?;
-            prompt::encode(args, &dir, tokenizer, &text).map_err(|failure| files.blamed(failure))?
-        }
-        (None, None) => return Err(prompt::tokenizer_failure(&TokenizerError::Missing { dir: dir.clone() })),
-    };
-    let (stop_ids, stops) = split_stops(&config, tokenizer.as_ref(), ends_turn(args, &checkpoint.arch))?;
-    let (context, max_tokens) = config.fit(prompt.len(), longest)?;
-    let (usage, warning) = Usage::open(&config.usage, &checkpoint, machine);
-    warning.iter().for_each(|line| render::note(args.quiet, line));
-    config.history = usage.before().to_vec();
-    let formats = checkpoint.formats().map(|format| format.to_string()).collect();
-    let mut engine = open(args, &config, machine, checkpoint, context).map_err(|e| files.failure(e))?;
-
-    let job = Job { prompt, max_tokens, sampling: config.sampling, stop_ids };
+    let Some(prepared) = job::prepare(args, machine)? else { return Ok(Done::Interrupted) };
     let show = match (args.json, args.ids) {
         (true, _) => Show::Nothing,
         (false, true) => Show::Ids,
         (false, false) => Show::Text,
     };
-    let mut printer =
-        Printer::new(show, std::io::stdout().lock(), tokenizer.as_ref(), &job.stop_ids, stops, max_tokens);
+    let witness = Witness { show, recorded, tokens: None };
+    perform(args, machine, prepared, witness, &mut |stats, config| report(args, stats, config))
+}
+
+/// Who sees what of a generation while it runs.
+pub struct Witness<'a> {
+    /// What of the answer goes to stdout.
+    pub show: Show,
+    /// Where the router's choices go.
+    pub recorded: Option<&'a mut Option<Recorder>>,
+    /// Where goes when each token was chosen.
+    pub tokens: Option<&'a mut Vec<Instant>>,
+}
+
+/// Runs what was prepared; `report` gets its numbers.
+pub fn perform(
+    args: &RunArgs,
+    machine: &Machine,
+    prepared: Prepared,
+    witness: Witness,
+    report: &mut dyn FnMut(&Stats, &RunConfig) -> Result<(), Failure>,
+) -> Result<Done, Failure> {
+    let Prepared { config, usage, checkpoint, files, tokenizer, job, stops, context } = prepared;
+    let formats = checkpoint.formats().map(|format| format.to_string()).collect();
+    let mut engine = open(args, &config, machine, checkpoint, context).map_err(|e| files.failure(e))?;
+    let out = std::io::stdout().lock();
+    let mut printer = Printer::new(witness.show, out, tokenizer.as_ref(), &job.stop_ids, stops, job.max_tokens);
     let interrupted = interrupt::watch()?;
     engine.set_watch(hanging::watch_reads(interrupted.clone(), args.quiet));
-    let outcome = match recorded {
-        None => generate(&mut engine, &job, &interrupted, &mut printer, args.quiet, &mut |_, _, _| ()),
-        Some(recorded) => {
-            let recorder = recorded.insert(Recorder::new(engine.traced().clone()));
-            let mut observe = |layer, ids: &[u16], _: &[f32]| recorder.saw(layer, ids);
-            generate(&mut engine, &job, &interrupted, &mut printer, args.quiet, &mut observe)
-        }
-    };
+    let outcome = generate(&mut engine, &job, &interrupted, &mut printer, args.quiet, witness);
     printer.finish();
     // Also of a run that was interrupted or failed: what was chosen was chosen.
     usage.update(engine.store().usage()).iter().for_each(|line| render::note(args.quiet, line));
@@ -93,7 +79,7 @@ fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<
     }
     let outcome = outcome.map_err(|e| files.failure(e))?;
     let mut stats = engine.stats();
-    complete(&mut stats, &outcome, &config, machine, &dir);
+    complete(&mut stats, &outcome, &config, machine, &files.dir);
     stats.model.formats = formats;
     stats.text = printer.text().to_owned();
     stats.stop_string = printer.stopped_by().map(str::to_owned);
@@ -102,28 +88,9 @@ fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<
         std::fs::write(path, engine.timeline())
             .map_err(|e| Failure::work(format!("cannot write the timeline to {}", path.display())).cause(e))?;
     }
-    report(args, &stats, &config)?;
+    report(&stats, &config)?;
     hanging::leave(engine, args.quiet);
     Ok(if outcome.finish == Finish::Interrupted { Done::Interrupted } else { Done::Whole })
-}
-
-/// Opens the model that `config` chose, and takes what was measured for it; none when its conversion was interrupted.
-pub fn open_checkpoint(
-    args: &RunArgs,
-    config: &mut RunConfig,
-    machine: &Machine,
-) -> Result<Option<Checkpoint>, Failure> {
-    let checkpoint = match &config.model {
-        ModelChoice::Dir(dir) => Some(bundled::open(dir)?),
-        ModelChoice::Bundled(source) => bundled::container(source, machine, args.quiet)?,
-    };
-    if let Some(checkpoint) = &checkpoint
-        && config.tuning
-        && let Some(line) = config.tune(tuning::find(machine, checkpoint))
-    {
-        render::note(args.quiet, &line);
-    }
-    Ok(checkpoint)
 }
 
 /// Opens the engine and says what is worth knowing about it.
@@ -152,29 +119,6 @@ pub fn open(
     Ok(engine)
 }
 
-/// The files of the model that runs.
-struct Files<'a> {
-    dir: &'a Path,
-    /// They are this program's own copy, and can be made anew.
-    cached: bool,
-}
-
-impl Files<'_> {
-    /// A failure for which the files are to blame.
-    fn blamed(&self, failure: Failure) -> Failure {
-        match self.cached && failure.code == 1 {
-            true => failure.hint(format!("delete the directory {}: the next run makes it anew", self.dir.display())),
-            false => failure,
-        }
-    }
-
-    fn failure(&self, error: EngineError) -> Failure {
-        let blames_files = error.blames_files();
-        let failure = engine_failure(error);
-        if blames_files { self.blamed(failure) } else { failure }
-    }
-}
-
 /// Runs the job until it is done or `interrupted` is raised.
 fn generate<W: Write>(
     engine: &mut Engine,
@@ -182,65 +126,71 @@ fn generate<W: Write>(
     interrupted: &AtomicBool,
     printer: &mut Printer<'_, W>,
     quiet: bool,
-    observe: &mut Observe,
+    witness: Witness,
 ) -> Result<Outcome, EngineError> {
-    let mut waiting = Some(render::Waiting::begin("reading the prompt", quiet));
+    let Witness { show, recorded, mut tokens } = witness;
+    let mut recorder = recorded.map(|recorded| recorded.insert(Recorder::new(engine.traced().clone())));
+    let (layers, top_k) = (engine.arch().layers.len(), engine.arch().moe.top_k);
+    let waiting = RefCell::new(Some(render::Waiting::begin("reading the prompt", quiet)));
+    let mut prompt = PromptProgress::new(job.prompt.len(), layers);
+    let mut chosen = 0;
     let mut on_token = |id| {
-        waiting = None;
+        chosen += 1;
+        if chosen == 1 {
+            *waiting.borrow_mut() = (show == Show::Nothing).then(|| render::Waiting::begin("generating", quiet));
+        }
+        if let Some(waiting) = waiting.borrow().as_ref() {
+            waiting.say(format!("generating, {chosen} of at most {} tokens", size::grouped(job.max_tokens as u64)));
+        }
+        if let Some(tokens) = &mut tokens {
+            tokens.push(Instant::now());
+        }
         printer.token(id)
     };
-    engine.generate_observed(job, interrupted, &mut on_token, observe)
-}
-
-/// A failure of the engine: of what was asked for, where that is at fault.
-pub fn engine_failure(error: EngineError) -> Failure {
-    use EngineError::{Context, EmptyPrompt, NoIndexer, NoIsa, PromptTooLong, Sampling, TokenOutOfRange};
-    let mut failure = Failure::of(&error);
-    if matches!(&error, EngineError::Mirror(e) if e.is_choice())
-        || matches!(
-            error,
-            NoIsa(_)
-                | NoIndexer
-                | Context { .. }
-                | EmptyPrompt
-                | PromptTooLong { .. }
-                | TokenOutOfRange { .. }
-                | Sampling(_)
-        )
-    {
-        failure.code = 2;
-    }
-    match error.hint() {
-        Some(hint) => failure.hint(hint),
-        None => failure,
-    }
-}
-
-/// Ids by which the model ends its turn.
-fn ends_turn(args: &RunArgs, arch: &Arch) -> Vec<u32> {
-    if args.ignore_eos { Vec::new() } else { arch.stop_ids.clone() }
-}
-
-/// Stop strings that name a control token stop at that token, which has no text; the others watch the text.
-fn split_stops(
-    config: &RunConfig,
-    tokenizer: Option<&Tokenizer>,
-    mut ids: Vec<u32>,
-) -> Result<(Vec<u32>, StopMatcher), Failure> {
-    let mut texts = Vec::new();
-    for stop in &config.stops {
-        let Some(tokenizer) = tokenizer else {
-            return Err(Failure::usage("--stop needs the model's tokenizer.json, which is not there"));
-        };
-        match tokenizer.control().id(stop) {
-            Some(id) => ids.push(id),
-            None => texts.push(stop.clone()),
+    let mut observe = |layer, ids: &[u16], _: &[f32]| {
+        if let Some(recorder) = &mut recorder {
+            recorder.saw(layer, ids);
         }
+        if let Some(text) = prompt.saw(layer, ids.len() / top_k.max(1))
+            && let Some(waiting) = waiting.borrow().as_ref()
+        {
+            waiting.say(text);
+        }
+    };
+    engine.generate_observed(job, interrupted, &mut on_token, &mut observe)
+}
+
+/// How far the prompt has been read, from the layers that are seen at work.
+struct PromptProgress {
+    tokens: usize,
+    layers: usize,
+    /// Tokens of chunks that are done, and of the one at work.
+    done: usize,
+    rows: usize,
+    layer: usize,
+}
+
+impl PromptProgress {
+    fn new(tokens: usize, layers: usize) -> PromptProgress {
+        PromptProgress { tokens, layers, done: 0, rows: 0, layer: 0 }
     }
-    ids.sort_unstable();
-    ids.dedup();
-    let stops = StopMatcher::new(texts).map_err(|e| Failure::usage(e.to_string()))?;
-    Ok((ids, stops))
+
+    /// Takes the layer that begins its experts for `rows` tokens. What is to be said about it; nothing after the prompt.
+    fn saw(&mut self, layer: usize, rows: usize) -> Option<String> {
+        if layer <= self.layer {
+            self.done += self.rows;
+        }
+        (self.layer, self.rows) = (layer, rows);
+        let (first, last) = (self.done + 1, self.done + rows);
+        (last <= self.tokens).then(|| {
+            let tokens = size::grouped(self.tokens as u64);
+            format!(
+                "reading the prompt, layer {} of {} of tokens {first} to {last} of {tokens}",
+                layer + 1,
+                self.layers
+            )
+        })
+    }
 }
 
 fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machine: &Machine, dir: &Path) {
@@ -286,17 +236,22 @@ fn report(args: &RunArgs, stats: &Stats, config: &RunConfig) -> Result<(), Failu
     Ok(())
 }
 
-/// A file that cannot be written is better known before minutes of work than after. `what` goes into it.
-pub fn check_writable(path: &Path, what: &str) -> Result<(), Failure> {
-    let existed = path.exists();
-    let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
-    match opened {
-        Ok(_) if !existed => {
-            // Only a trial; a failure to remove it leaves an empty file that the statistics replace.
-            let _ = std::fs::remove_file(path);
-            Ok(())
-        }
-        Ok(_) => Ok(()),
-        Err(e) => Err(Failure::usage(format!("cannot write the {what} to {}", path.display())).cause(e)),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_layers_at_work_tell_how_far_the_prompt_has_been_read() {
+        // Three layers, the first of them dense; two chunks of a prompt of 1,030 tokens, then a token.
+        let mut progress = PromptProgress::new(1030, 3);
+        let said: Vec<Option<String>> = [(1, 1024), (2, 1024), (1, 6), (2, 6), (1, 1)]
+            .iter()
+            .map(|&(layer, rows)| progress.saw(layer, rows))
+            .collect();
+        let line = |text: &str| Some(format!("reading the prompt, layer {text} of 1,030"));
+        assert_eq!(said[0], line("2 of 3 of tokens 1 to 1024"));
+        assert_eq!(said[1], line("3 of 3 of tokens 1 to 1024"));
+        assert_eq!(said[2..4], [line("2 of 3 of tokens 1025 to 1030"), line("3 of 3 of tokens 1025 to 1030")]);
+        assert_eq!(said[4], None);
     }
 }

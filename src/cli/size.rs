@@ -51,6 +51,17 @@ pub fn show(bytes: u64) -> String {
     format!("{value:.decimals$} {}", units[unit])
 }
 
+/// `12.3G`, `640.0M`: a size as it is typed, never more than `bytes`.
+pub fn typed(bytes: u64) -> String {
+    let (shift, unit) = match bytes {
+        _ if bytes >= 1 << 30 => (30, "G"),
+        _ if bytes >= 1 << 20 => (20, "M"),
+        _ => return bytes.to_string(),
+    };
+    let tenths = (u128::from(bytes) * 10) >> shift;
+    format!("{}.{}{unit}", tenths / 10, tenths % 10)
+}
+
 /// `1,234,567`.
 pub fn grouped(count: u64) -> String {
     let digits = count.to_string();
@@ -82,6 +93,19 @@ mod tests {
         assert_eq!(parse("0"), Ok(0));
         for bad in ["", "G", "-1G", "1X", "1 G B", "1..5G", "nan", "inf", "99999999T", "1e9"] {
             assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_typed_as_they_are_read_and_never_larger() {
+        for (bytes, text) in
+            [(20 << 30, "20.0G"), ((20 << 30) - 1, "19.9G"), (640 << 20, "640.0M"), (1_048_575, "1048575")]
+        {
+            assert_eq!(typed(bytes), text);
+        }
+        for bytes in [1, 4095, 1 << 20, (1 << 30) - 1, 1 << 30, 12_345_678_901, 1 << 62] {
+            let read = parse(&typed(bytes)).unwrap();
+            assert!(read <= bytes && read as f64 > 0.9 * bytes as f64, "{bytes} was typed as {}", typed(bytes));
         }
     }
 

@@ -69,7 +69,7 @@ pub fn bench_io(args: &BenchIoArgs, machine: &Machine) -> Result<Done, Failure> 
         fio::check()?;
     }
     if let Some(path) = &args.svg {
-        super::run::check_writable(path, "chart")?;
+        super::job::check_writable(path, "chart")?;
     }
     let stop = interrupt::watch()?;
     let mut progress = render::Progress::new(args.quiet);

@@ -10,8 +10,7 @@ use crate::store::trace::{Recorder, Trace};
 use super::write;
 use crate::cli::args::RunArgs;
 use crate::cli::machine::Machine;
-use crate::cli::run;
-use crate::cli::{Done, Failure, config, interrupt, prompt, render, size};
+use crate::cli::{Done, Failure, config, interrupt, job, prompt, render, run, size};
 
 /// Tokens of a sequence when a text is recorded and no context is asked for.
 const TEXT_CONTEXT: usize = 1024;
@@ -38,7 +37,7 @@ pub struct RecordArgs {
 
 /// Records.
 pub fn record(args: &RecordArgs, machine: &Machine) -> Result<Done, Failure> {
-    run::check_writable(&args.out, "trace")?;
+    job::check_writable(&args.out, "trace")?;
     let mut recorded = None;
     let done = if args.text {
         record_text(args, machine, &mut recorded)
@@ -62,7 +61,7 @@ fn record_text(args: &RecordArgs, machine: &Machine, recorded: &mut Option<Recor
     let mut settings = config::decide(&run_args, machine)?;
     settings.check_memory(machine)?;
     let text = prompt::read_prompt(&run_args)?;
-    let Some(checkpoint) = run::open_checkpoint(&run_args, &mut settings, machine)? else {
+    let Some(checkpoint) = job::open_checkpoint(&run_args, &mut settings, machine)? else {
         return Ok(Done::Interrupted);
     };
     let (dir, arch) = (checkpoint.dir.clone(), &checkpoint.arch);
@@ -72,7 +71,7 @@ fn record_text(args: &RecordArgs, machine: &Machine, recorded: &mut Option<Recor
         None => return Err(prompt::tokenizer_failure(&TokenizerError::Missing { dir })),
     };
     let context = run_args.ctx_size.unwrap_or(TEXT_CONTEXT).min(arch.max_context);
-    let mut engine = run::open(&run_args, &settings, machine, checkpoint, context).map_err(run::engine_failure)?;
+    let mut engine = run::open(&run_args, &settings, machine, checkpoint, context).map_err(job::engine_failure)?;
     let interrupted = interrupt::watch()?;
     let mut progress = render::Progress::new(run_args.quiet);
     let recorder = recorded.insert(Recorder::new(engine.traced().clone()));
@@ -80,7 +79,7 @@ fn record_text(args: &RecordArgs, machine: &Machine, recorded: &mut Option<Recor
         progress.show(|| format!("recording: {} of {} tokens", done * context, ids.len()));
         recorder.begin(true);
         let routed = engine.route(window, &interrupted, &mut |layer, ids, _| recorder.saw(layer, ids));
-        if routed.map_err(run::engine_failure)? == Finish::Interrupted {
+        if routed.map_err(job::engine_failure)? == Finish::Interrupted {
             break;
         }
     }

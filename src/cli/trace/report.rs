@@ -9,7 +9,7 @@ use crate::store::trace::Trace;
 use crate::store::trace::report::{LayerReport, Report};
 
 use super::{print, read_all, shape, svg};
-use crate::cli::{Done, Failure, run, size};
+use crate::cli::{Done, Failure, job, size};
 
 /// Columns of the picture in text.
 const COLUMNS: usize = 64;
@@ -39,7 +39,7 @@ pub struct ReportArgs {
 pub fn report(args: &ReportArgs) -> Result<Done, Failure> {
     let traces = read_all(&args.traces)?;
     if let Some(path) = &args.svg {
-        run::check_writable(path, "picture")?;
+        job::check_writable(path, "picture")?;
     }
     let report = Report::of(&traces.iter().collect::<Vec<_>>());
     let head = head(&traces);

@@ -6,7 +6,7 @@ use crate::limits::{MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K};
 use crate::store::trace::synth::{Shape, synthesize};
 
 use super::write;
-use crate::cli::{Done, Failure, run};
+use crate::cli::{Done, Failure, job};
 
 /// Flags of `trace synth`.
 #[derive(Debug, clap::Args)]
@@ -60,7 +60,7 @@ pub fn synth(args: &SynthArgs) -> Result<Done, Failure> {
     if !(0.0..=1.0).contains(&args.repeat) {
         return Err(Failure::usage(format!("--repeat {} is not between 0 and 1", args.repeat)));
     }
-    run::check_writable(&args.out, "trace")?;
+    job::check_writable(&args.out, "trace")?;
     let &SynthArgs { layers, experts, top_k, skew, repeat, seed, .. } = args;
     let (tokens, topic) = (args.tokens as usize, args.topic as usize);
     let trace = synthesize(&Shape { layers, experts, top_k, tokens, skew, repeat, topic, seed });

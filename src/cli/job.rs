@@ -1,0 +1,179 @@
+//! From flags to a generation that can begin: settings, model, prompt, context, and how failures on the way are told.
+
+use std::path::{Path, PathBuf};
+
+use crate::checkpoint::{Arch, Checkpoint};
+use crate::engine::stop::StopMatcher;
+use crate::engine::{EngineError, Job};
+use crate::model::tokenizer::{Tokenizer, TokenizerError};
+
+use super::args::RunArgs;
+use super::config::{self, ModelChoice, RunConfig};
+use super::machine::Machine;
+use super::usage::Usage;
+use super::{Failure, bundled, prompt, render, tuning};
+
+/// A generation of which everything is decided and nothing is loaded.
+pub struct Prepared {
+    /// What was decided.
+    pub config: RunConfig,
+    /// How often each expert was chosen before; to be brought up to date after the run.
+    pub usage: Usage,
+    /// The model.
+    pub checkpoint: Checkpoint,
+    /// Its files.
+    pub files: Files,
+    /// Its tokenizer; with token ids in and out it may be missing.
+    pub tokenizer: Option<Tokenizer>,
+    /// What to generate.
+    pub job: Job,
+    /// Texts that end the answer.
+    pub stops: StopMatcher,
+    /// Positions that prompt and answer need.
+    pub context: usize,
+}
+
+/// Prepares the generation that `args` ask for; none when the model's conversion was interrupted.
+pub fn prepare(args: &RunArgs, machine: &Machine) -> Result<Option<Prepared>, Failure> {
+    let mut config = config::decide(args, machine)?;
+    config.check_memory(machine)?;
+    let text = prompt::read_prompt(args)?;
+    let typed_ids = if args.ids { Some(prompt::parse_ids(&text)?) } else { None };
+    if let Some(path) = &args.timeline {
+        check_writable(path, "timeline")?;
+    }
+    if let Some(path) = &args.stats_json {
+        check_writable(path, "statistics")?;
+    }
+    let Some(checkpoint) = open_checkpoint(args, &mut config, machine)? else { return Ok(None) };
+    let dir = checkpoint.dir.clone();
+    let files = Files { dir: dir.clone(), cached: matches!(config.model, ModelChoice::Bundled(_)) };
+    let longest = checkpoint.arch.max_context;
+    let tokenizer =
+        prompt::open_tokenizer(&dir, &checkpoint.arch, args.ids).map_err(|failure| files.blamed(failure))?;
+    let prompt = match (typed_ids, &tokenizer) {
+        (Some(ids), _) => prompt::check_ids(ids, &checkpoint.arch)?,
+        (None, Some(tokenizer)) => {
+            config.could_fit(tokenizer.least_tokens(text.trim().len()), longest)?;
+            prompt::encode(args, &dir, tokenizer, &text).map_err(|failure| files.blamed(failure))?
+        }
+        (None, None) => return Err(prompt::tokenizer_failure(&TokenizerError::Missing { dir })),
+    };
+    let (stop_ids, stops) = split_stops(&config, tokenizer.as_ref(), ends_turn(args, &checkpoint.arch))?;
+    let (context, max_tokens) = config.fit(prompt.len(), longest)?;
+    let (usage, warning) = Usage::open(&config.usage, &checkpoint, machine);
+    warning.iter().for_each(|line| render::note(args.quiet, line));
+    config.history = usage.before().to_vec();
+    let job = Job { prompt, max_tokens, sampling: config.sampling, stop_ids };
+    Ok(Some(Prepared { config, usage, checkpoint, files, tokenizer, job, stops, context }))
+}
+
+/// Opens the model that `config` chose, and takes what was measured for it; none when its conversion was interrupted.
+pub fn open_checkpoint(
+    args: &RunArgs,
+    config: &mut RunConfig,
+    machine: &Machine,
+) -> Result<Option<Checkpoint>, Failure> {
+    let checkpoint = match &config.model {
+        ModelChoice::Dir(dir) => Some(bundled::open(dir)?),
+        ModelChoice::Bundled(source) => bundled::container(source, machine, args.quiet)?,
+    };
+    if let Some(checkpoint) = &checkpoint
+        && config.tuning
+        && let Some(line) = config.tune(tuning::find(machine, checkpoint))
+    {
+        render::note(args.quiet, &line);
+    }
+    Ok(checkpoint)
+}
+
+/// The files of the model that runs.
+pub struct Files {
+    /// The directory.
+    pub dir: PathBuf,
+    /// They are this program's own copy, and can be made anew.
+    cached: bool,
+}
+
+impl Files {
+    /// A failure for which the files are to blame.
+    fn blamed(&self, failure: Failure) -> Failure {
+        match self.cached && failure.code == 1 {
+            true => failure.hint(format!("delete the directory {}: the next run makes it anew", self.dir.display())),
+            false => failure,
+        }
+    }
+
+    /// A failure of the engine, for which they may be to blame.
+    pub fn failure(&self, error: EngineError) -> Failure {
+        let blames_files = error.blames_files();
+        let failure = engine_failure(error);
+        if blames_files { self.blamed(failure) } else { failure }
+    }
+}
+
+/// A failure of the engine: of what was asked for, where that is at fault.
+pub fn engine_failure(error: EngineError) -> Failure {
+    use EngineError::{Context, EmptyPrompt, NoIndexer, NoIsa, PromptTooLong, Sampling, TokenOutOfRange};
+    let mut failure = Failure::of(&error);
+    if matches!(&error, EngineError::Mirror(e) if e.is_choice())
+        || matches!(
+            error,
+            NoIsa(_)
+                | NoIndexer
+                | Context { .. }
+                | EmptyPrompt
+                | PromptTooLong { .. }
+                | TokenOutOfRange { .. }
+                | Sampling(_)
+        )
+    {
+        failure.code = 2;
+    }
+    match error.hint() {
+        Some(hint) => failure.hint(hint),
+        None => failure,
+    }
+}
+
+/// Ids by which the model ends its turn.
+fn ends_turn(args: &RunArgs, arch: &Arch) -> Vec<u32> {
+    if args.ignore_eos { Vec::new() } else { arch.stop_ids.clone() }
+}
+
+/// Stop strings that name a control token stop at that token, which has no text; the others watch the text.
+fn split_stops(
+    config: &RunConfig,
+    tokenizer: Option<&Tokenizer>,
+    mut ids: Vec<u32>,
+) -> Result<(Vec<u32>, StopMatcher), Failure> {
+    let mut texts = Vec::new();
+    for stop in &config.stops {
+        let Some(tokenizer) = tokenizer else {
+            return Err(Failure::usage("--stop needs the model's tokenizer.json, which is not there"));
+        };
+        match tokenizer.control().id(stop) {
+            Some(id) => ids.push(id),
+            None => texts.push(stop.clone()),
+        }
+    }
+    ids.sort_unstable();
+    ids.dedup();
+    let stops = StopMatcher::new(texts).map_err(|e| Failure::usage(e.to_string()))?;
+    Ok((ids, stops))
+}
+
+/// A file that cannot be written is better known before minutes of work than after. `what` goes into it.
+pub fn check_writable(path: &Path, what: &str) -> Result<(), Failure> {
+    let existed = path.exists();
+    let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
+    match opened {
+        Ok(_) if !existed => {
+            // Only a trial; a failure to remove it leaves an empty file that the statistics replace.
+            let _ = std::fs::remove_file(path);
+            Ok(())
+        }
+        Ok(_) => Ok(()),
+        Err(e) => Err(Failure::usage(format!("cannot write the {what} to {}", path.display())).cause(e)),
+    }
+}

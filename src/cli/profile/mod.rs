@@ -1,0 +1,163 @@
+//! The `profile` command: one generation with the full accounting. Where its time went, what the drive did and what of it
+//! was felt, which tier experts came from, what bound it, and the one thing to change.
+
+mod text;
+
+use std::path::Path;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use crate::engine::stats::Stats;
+
+use super::args::RunArgs;
+use super::bench_io::json::short;
+use super::job;
+use super::machine::Machine;
+use super::printer::Show;
+use super::run::{self, Witness};
+use super::{Done, Failure};
+
+/// Tokens generated when `-n` is not given: enough for percentiles, and for a cache to fill.
+const TOKENS_DEFAULT: i64 = 64;
+
+/// Flags of `profile`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  millstream profile -p \"Tell me a story about a fox.\"
+  millstream profile -m /models/glm-5.2-int4 --ram 16G -n 32 -f question.txt --disk 3.1 --json
+
+Every flag of `run` is one of this command, and means the same; without -n there are at most 64 tokens. The answer is \
+not shown, except with -v.
+Exit codes: 0 done, 1 the work failed, 2 usage, 130 interrupted (what was measured is shown).")]
+pub struct ProfileArgs {
+    /// What the drive can do, in GB/s, as bench-io finds it [default: what tune measured, where it was run]
+    #[arg(long, value_name = "GB/S", allow_negative_numbers = true, value_parser = parse_rate)]
+    disk: Option<f64>,
+    #[command(flatten)]
+    run: RunArgs,
+}
+
+fn parse_rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate.is_finite() && rate > 0.0 => Ok(rate),
+        _ => Err("it must be a number of GB/s above 0, such as 3.1".to_owned()),
+    }
+}
+
+/// Everything that is known in the end.
+struct Report {
+    stats: Stats,
+    /// The seed, where chance chose tokens.
+    seed: Option<u64>,
+    tokens: Option<TokenTimes>,
+    ceiling: Option<Ceiling>,
+}
+
+/// From one token to the next, in milliseconds.
+#[derive(Clone, Debug, PartialEq)]
+struct TokenTimes {
+    /// In the order of the tokens.
+    ms: Vec<f64>,
+    p50: f64,
+    p99: f64,
+    max: f64,
+}
+
+/// What reads alone reach on the drive.
+struct Ceiling {
+    gb_s: f64,
+    /// Who says so.
+    source: String,
+}
+
+/// Generates and reports.
+pub fn profile(args: &ProfileArgs, machine: &Machine) -> Result<Done, Failure> {
+    let run_args = RunArgs { max_tokens: args.run.max_tokens.or(Some(TOKENS_DEFAULT)), ..args.run.clone() };
+    let Some(prepared) = job::prepare(&run_args, machine)? else { return Ok(Done::Interrupted) };
+    let ceiling = args.disk.map(|gb_s| Ceiling { gb_s, source: "--disk".to_owned() });
+    let show = match (args.run.verbose, args.run.json, args.run.ids) {
+        (true, false, true) => Show::Ids,
+        (true, false, false) => Show::Text,
+        _ => Show::Nothing,
+    };
+    let mut chosen = Vec::with_capacity(prepared.job.max_tokens);
+    let witness = Witness { show, recorded: None, tokens: Some(&mut chosen) };
+    let mut measured = None;
+    let done = run::perform(&run_args, machine, prepared, witness, &mut |stats, config| {
+        let seed = (config.sampling.temperature > 0.0).then_some(config.sampling.seed);
+        measured = Some((stats.clone(), seed));
+        Ok(())
+    })?;
+    let Some((stats, seed)) = measured else { return Ok(done) };
+    let report = Report { stats, seed, tokens: TokenTimes::of(&chosen), ceiling };
+    if let Some(path) = &args.run.stats_json {
+        write(path, &(pretty(&report)? + "\n"), "statistics")?;
+    }
+    let shown = if args.run.json { compact(&report)? + "\n" } else { text::text(&report) };
+    Ok(super::bench_io::print(&shown)?.unwrap_or(done))
+}
+
+impl TokenTimes {
+    /// The times between the moments at which tokens were chosen; none of fewer than two tokens.
+    fn of(chosen: &[Instant]) -> Option<TokenTimes> {
+        TokenTimes::from_ms(chosen.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64() * 1e3).collect())
+    }
+
+    fn from_ms(ms: Vec<f64>) -> Option<TokenTimes> {
+        let mut sorted = ms.clone();
+        sorted.sort_by(f64::total_cmp);
+        // The least time that so many of a hundred do not exceed.
+        let at = |percent: usize| sorted.get((percent * sorted.len()).div_ceil(100).max(1) - 1).copied();
+        Some(TokenTimes { p50: at(50)?, p99: at(99)?, max: at(100)?, ms })
+    }
+}
+
+/// The statistics of `run`, and what only a profile knows. Keys are stable; more may be added.
+fn object(report: &Report) -> Result<Value, Failure> {
+    let cannot = |e: serde_json::Error| Failure::work("cannot write the profile as JSON").cause(e);
+    let mut object = serde_json::to_value(&report.stats).map_err(cannot)?;
+    let gb_s = report.stats.io.gb_s;
+    object["token_ms"] = match &report.tokens {
+        None => Value::Null,
+        Some(tokens) => json!({
+            "n": tokens.ms.len(), "p50": short(tokens.p50), "p99": short(tokens.p99), "max": short(tokens.max),
+        }),
+    };
+    object["ceiling"] = match &report.ceiling {
+        None => Value::Null,
+        Some(Ceiling { gb_s: most, source }) => {
+            json!({ "gb_s": most, "source": source, "share": gb_s.map(|gb_s| short(gb_s / most)) })
+        }
+    };
+    Ok(object)
+}
+
+fn compact(report: &Report) -> Result<String, Failure> {
+    Ok(object(report)?.to_string())
+}
+
+fn pretty(report: &Report) -> Result<String, Failure> {
+    Ok(format!("{:#}", object(report)?))
+}
+
+fn write(path: &Path, text: &str, what: &str) -> Result<(), Failure> {
+    let cannot = |e| Failure::work(format!("cannot write the {what} to {}", path.display())).cause(e);
+    std::fs::write(path, text).map_err(cannot)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_the_least_times_that_enough_tokens_do_not_exceed() {
+        assert_eq!(TokenTimes::from_ms(vec![]), None);
+        let one = TokenTimes::from_ms(vec![7.0]).unwrap();
+        assert_eq!((one.p50, one.p99, one.max), (7.0, 7.0, 7.0));
+        let hundred = TokenTimes::from_ms((1..=100).rev().map(f64::from).collect()).unwrap();
+        assert_eq!((hundred.p50, hundred.p99, hundred.max), (50.0, 99.0, 100.0));
+        assert_eq!(hundred.ms[0], 100.0, "times stay in the order of the tokens");
+    }
+}

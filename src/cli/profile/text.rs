@@ -1,0 +1,219 @@
+//! The profile as text.
+
+use std::fmt::Write as _;
+
+use crate::cli::render::{self, micros, seconds};
+use crate::cli::size;
+use crate::engine::stats::{Directness, ExpertStats, Stats};
+
+use super::{Ceiling, Report};
+
+/// Columns of the longest bar.
+const BAR: usize = 24;
+/// What is not known.
+const UNKNOWN: &str = "-";
+
+/// The whole report.
+pub fn text(report: &Report) -> String {
+    let stats = &report.stats;
+    let mut text = String::new();
+    heading(&mut text, stats);
+    rates(&mut text, report);
+    stages(&mut text, stats);
+    disk(&mut text, report);
+    experts(&mut text, &stats.experts);
+    overlap(&mut text, stats);
+    memory(&mut text, stats);
+    text
+}
+
+/// A line of the report: what it is about, and what is to be said.
+fn line(text: &mut String, name: &str, said: &str) {
+    let _ = writeln!(text, "{name:<9} {said}");
+}
+
+fn heading(text: &mut String, stats: &Stats) {
+    let (model, machine) = (&stats.model, &stats.machine);
+    let formats = model.formats.join(", ");
+    line(
+        text,
+        "model",
+        &format!("{}: {}, {} layers of {} experts, {formats}", model.dir, model.arch, model.layers, model.experts),
+    );
+    let threads = stats.settings.get("threads").map_or_else(|| UNKNOWN.to_owned(), |threads| threads.to_string());
+    line(
+        text,
+        "machine",
+        &format!(
+            "{}, {threads} threads of {}, {} of memory, Linux {}, {}",
+            machine.cpu,
+            machine.kernels,
+            size::show(machine.ram),
+            machine.kernel,
+            machine.fs
+        ),
+    );
+}
+
+fn rates(text: &mut String, report: &Report) {
+    let stats = &report.stats;
+    let rate = |rate: Option<f64>| rate.map_or_else(|| UNKNOWN.to_owned(), |rate| format!("{rate:.2} tok/s"));
+    let (prompt, answer) = (size::grouped(stats.prompt_tokens as u64), size::grouped(stats.tokens as u64));
+    let loaded = seconds(stats.load_s);
+    line(
+        text,
+        "prompt",
+        &format!(
+            "{prompt} tokens in {}, {}; model loaded in {loaded}",
+            seconds(stats.prefill_s),
+            rate(stats.prefill_tok_s)
+        ),
+    );
+    let seed = report.seed.map_or_else(String::new, |seed| format!(", seed {seed}"));
+    let (time, ended) = (seconds(stats.decode_s), render::ended(stats));
+    line(text, "answer", &format!("{answer} tokens in {time}, {}; {ended}{seed}", rate(stats.decode_tok_s)));
+    if let Some(tokens) = &report.tokens {
+        let [p50, p99, max] = [tokens.p50, tokens.p99, tokens.max].map(|ms| micros(ms * 1e3));
+        line(text, "a token", &format!("takes {p50} in the median, {p99} at the 99th percentile, {max} at most"));
+    }
+}
+
+fn stages(text: &mut String, stats: &Stats) {
+    let total = stats.stages.busy_s();
+    let share = |part: f64| if stats.wall_s > 0.0 { part / stats.wall_s } else { 0.0 };
+    let longest = stats.stages.0.iter().map(|(_, stage)| stage.busy_s).fold(0.0, f64::max);
+    let _ = writeln!(
+        text,
+        "\n{:<10}{:>10}{:>9}  {:<BAR$}{:>11}{:>11}{:>11}",
+        "stage", "time", "share", "", "median", "p99", "visits"
+    );
+    for (name, stage) in &stats.stages.0 {
+        let columns = if longest > 0.0 { (stage.busy_s / longest * BAR as f64).round() as usize } else { 0 };
+        let (time, percent, bar) = (time(stage.busy_s), 100.0 * share(stage.busy_s), "#".repeat(columns));
+        let (median, p99, visits) = (micros(stage.p50_us), micros(stage.p99_us), size::grouped(stage.n));
+        let _ = writeln!(text, "{name:<10}{time:>10}{percent:>7.1} %  {bar:<BAR$}{median:>11}{p99:>11}{visits:>11}");
+    }
+    let (time, percent) = (time(total), 100.0 * share(total));
+    let _ = writeln!(
+        text,
+        "{:<10}{time:>10}{percent:>7.1} %  of {} from the first to the last moment\n",
+        "all",
+        seconds(stats.wall_s)
+    );
+}
+
+/// A time in the unit that leaves it digits.
+fn time(s: f64) -> String {
+    if s < 1.0 { micros(1e6 * s) } else { seconds(s) }
+}
+
+fn disk(text: &mut String, report: &Report) {
+    let io = &report.stats.io;
+    let how = match io.direct {
+        Directness::Direct => "direct",
+        Directness::Buffered => "through the page cache, which may have served some of it",
+        Directness::SilentlyBuffered => "asked to be direct, served by the page cache",
+    };
+    let (read, reads) = (size::show(io.bytes), size::grouped(io.reads));
+    line(text, "disk", &format!("{read} in {reads} reads by {}, {how}", io.device));
+    let hidden = (io.busy_s - io.wait_s).max(0.0);
+    line(
+        text,
+        "",
+        &format!(
+            "busy {}, of which {} was felt as waiting and {} hidden behind arithmetic",
+            seconds(io.busy_s),
+            seconds(io.wait_s),
+            seconds(hidden)
+        ),
+    );
+    let depth = io.depth_mean.map_or_else(|| UNKNOWN.to_owned(), |depth| format!("{depth:.1}"));
+    let _ = match io.gb_s {
+        None => writeln!(text, "{:<9} no rate: nothing was read", ""),
+        Some(gb_s) => {
+            writeln!(text, "{:<9} {gb_s:.2} GB/s while busy{}, {depth} reads in flight", "", against(gb_s, report))
+        }
+    };
+    let ms = |ms: Option<f64>| ms.map_or_else(|| UNKNOWN.to_owned(), |ms| micros(ms * 1e3));
+    line(
+        text,
+        "an expert",
+        &format!("takes {} to read in the median, {} at the 99th percentile", ms(io.slab_p50_ms), ms(io.slab_p99_ms)),
+    );
+    io.drives.iter().for_each(|drive| line(text, "drive", &render::drive_text(drive)));
+}
+
+/// The rate against what the drive can do.
+fn against(gb_s: f64, report: &Report) -> String {
+    match &report.ceiling {
+        None => String::new(),
+        Some(Ceiling { gb_s: most, source }) => {
+            format!(", {:.0} % of the {most:.2} GB/s it can do ({source})", 100.0 * gb_s / most)
+        }
+    }
+}
+
+/// How many experts each tier served, fastest first; the last is the drive, which was waited for.
+pub fn tiers(experts: &ExpertStats) -> [(&'static str, u64); 3] {
+    [("cached", experts.hit_cached), ("read ahead", experts.hit_prefetched), ("from disk", experts.missed)]
+}
+
+fn experts(text: &mut String, experts: &ExpertStats) {
+    let percent = |part: u64| if experts.requested > 0 { 100.0 * part as f64 / experts.requested as f64 } else { 0.0 };
+    let parts: Vec<String> = tiers(experts)
+        .iter()
+        .map(|(name, count)| format!("{name} {} ({:.1} %)", size::grouped(*count), percent(*count)))
+        .collect();
+    line(text, "experts", &format!("{} asked for: {}", size::grouped(experts.requested), parts.join(", ")));
+    let share =
+        |share: Option<f64>| share.map_or_else(|| UNKNOWN.to_owned(), |share| format!("{:.1} %", 100.0 * share));
+    if experts.prefetch_issued > 0 {
+        line(
+            text,
+            "ahead",
+            &format!(
+                "{} reads, {} used, {} wasted ({}); guesses name {} of what is asked for, and {} of them are right",
+                size::grouped(experts.prefetch_issued),
+                size::grouped(experts.prefetch_used),
+                size::grouped(experts.prefetch_wasted),
+                size::show(experts.prefetch_wasted_bytes),
+                share(experts.lookahead_recall),
+                share(experts.lookahead_precision)
+            ),
+        );
+    }
+    if experts.verified > 0 {
+        let (count, took) = (size::grouped(experts.verified), seconds(experts.verify_s));
+        line(text, "checked", &format!("{count} reads of experts by their checksums in {took}"));
+    }
+}
+
+fn overlap(text: &mut String, stats: &Stats) {
+    let said = match &stats.overlap {
+        None => UNKNOWN.to_owned(),
+        Some(overlap) => format!(
+            "after the prompt the drive was busy {} and arithmetic {} of {}: efficiency {:.2}",
+            seconds(overlap.disk_busy_s),
+            seconds(overlap.compute_busy_s),
+            seconds(overlap.wall_s),
+            overlap.efficiency
+        ),
+    };
+    line(text, "overlap", &said);
+}
+
+fn memory(text: &mut String, stats: &Stats) {
+    let memory = &stats.memory;
+    line(
+        text,
+        "memory",
+        &format!(
+            "{} at its peak of {} allowed: {} resident weights, {} expert cache, {} context",
+            size::show(memory.rss_peak),
+            size::show(memory.budget),
+            size::show(memory.resident),
+            size::show(memory.cache),
+            size::show(memory.kv)
+        ),
+    );
+}

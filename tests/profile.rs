@@ -1,0 +1,153 @@
+//! `profile` as a whole command on the bundled model: its numbers add up, and are those of the run it reports on.
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// The program with none of the caller's settings, and its files in `home`.
+fn millstream(home: &Path, arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+    let settings = std::env::vars_os().map(|(name, _)| name).filter(|n| n.to_string_lossy().starts_with("MILLSTREAM_"));
+    settings.for_each(|name| {
+        command.env_remove(name);
+    });
+    for name in ["HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "TMPDIR"] {
+        command.env(name, home);
+    }
+    command.args(arguments).stdin(Stdio::null()).output().unwrap()
+}
+
+/// A generation of twelve tokens, with room for few experts.
+const RUN: [&str; 13] = [
+    "-m",
+    concat!(env!("CARGO_MANIFEST_DIR"), "/models/glm-tales"),
+    "--ids",
+    "-p",
+    "17 4 256 99 1023",
+    "--ignore-eos",
+    "--temp",
+    "0",
+    "-n",
+    "12",
+    "--ram",
+    "20M",
+    "-q",
+];
+
+fn profile(extra: &[&str]) -> Output {
+    let home = TempDir::new().unwrap();
+    millstream(home.path(), &[&["profile"], &RUN[..], extra].concat())
+}
+
+fn stdout(output: &Output) -> &str {
+    std::str::from_utf8(&output.stdout).unwrap()
+}
+
+fn stderr(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).unwrap()
+}
+
+#[track_caller]
+fn done(output: Output) -> Output {
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    output
+}
+
+#[track_caller]
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn the_stages_add_up_to_the_wall_and_the_experts_to_what_was_asked_for() {
+    let report = json(&done(profile(&["--json"])));
+    let number = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("no number in {report}"));
+    let wall = number(&report["wall_s"]);
+    let stages: f64 = report["stages"].as_object().unwrap().values().map(|stage| number(&stage["busy_s"])).sum();
+    assert!((stages - wall).abs() <= 0.02 * wall, "{stages} of {wall}");
+    assert!((number(&report["prefill_s"]) + number(&report["decode_s"]) - wall).abs() <= 0.02 * wall);
+    let experts = &report["experts"];
+    let hits = ["hit_pinned", "hit_cached", "hit_prefetched", "missed"];
+    let served: u64 = hits.iter().filter_map(|tier| experts[tier].as_u64()).sum();
+    assert_eq!(Some(served), experts["requested"].as_u64());
+    // Five routed layers; the prompt asks for a union, each of eleven steps for four experts a layer.
+    assert!(served >= 11 * 5 * 4, "{experts}");
+    // Eleven steps lie between twelve tokens.
+    assert_eq!(report["token_ms"]["n"], 11);
+    let ms = |name: &str| number(&report["token_ms"][name]);
+    assert!(0.0 < ms("p50") && ms("p50") <= ms("p99") && ms("p99") <= ms("max"));
+}
+
+#[test]
+fn it_is_the_run_that_it_reports_on() {
+    let home = TempDir::new().unwrap();
+    let run = json(&done(millstream(home.path(), &[&["run"], &RUN[..], &["--json"]].concat())));
+    let report = json(&done(profile(&["--json"])));
+    assert_eq!(report["ids"], run["ids"]);
+    assert_eq!(report["ids"].as_array().unwrap().len(), 12);
+    for (key, value) in run.as_object().unwrap() {
+        assert!(value.is_null() || report.get(key).is_some(), "run has {key}, and profile has not");
+    }
+}
+
+#[test]
+fn the_answer_is_shown_when_asked_for_and_the_report_stands_on_stdout() {
+    let quiet = done(profile(&[]));
+    let answer = "stage";
+    assert!(stdout(&quiet).starts_with("model "), "{}", stdout(&quiet));
+    for words in [answer, "\nattention ", "\nexperts ", "\nall ", "\ndisk ", "\noverlap ", "\nmemory "] {
+        assert!(stdout(&quiet).contains(words), "no {words:?} in {}", stdout(&quiet));
+    }
+    assert!(!stdout(&quiet).contains("NaN") && !stdout(&quiet).contains("inf "), "{}", stdout(&quiet));
+    assert_eq!(stderr(&quiet), "");
+    let ids = json(&done(profile(&["--json"])))["ids"].clone();
+    let ids: Vec<String> = ids.as_array().unwrap().iter().map(Value::to_string).collect();
+    let home = TempDir::new().unwrap();
+    let shown = done(millstream(home.path(), &[&["profile"], &RUN[..RUN.len() - 1], &["-v"]].concat()));
+    assert_eq!(stdout(&shown).lines().next(), Some(ids.join(" ").as_str()));
+}
+
+#[test]
+fn the_statistics_go_to_a_file_too() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("stats.json");
+    let output = done(profile(&["--stats-json", path.to_str().unwrap(), "--json"]));
+    let written: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert_eq!(written, json(&output));
+    assert_eq!(written["schema_version"], 1);
+}
+
+#[test]
+fn the_drive_is_held_against_what_it_can_do() {
+    let report = json(&done(profile(&["--disk", "1000", "--json"])));
+    assert_eq!(report["ceiling"]["gb_s"], 1000.0);
+    let share = report["ceiling"]["share"].as_f64().unwrap();
+    let expected = report["io"]["gb_s"].as_f64().unwrap() / 1000.0;
+    // Four digits are kept.
+    assert!((share - expected).abs() <= 1e-3 * expected, "{share} {expected}");
+    let output = done(profile(&["--disk", "1000"]));
+    assert!(stdout(&output).contains("of the 1000.00 GB/s it can do (--disk)"), "{}", stdout(&output));
+    assert_eq!(json(&done(profile(&["--json"])))["ceiling"], Value::Null);
+}
+
+#[test]
+fn what_cannot_be_is_refused_before_a_model_is_loaded() {
+    for (flags, words) in [
+        (&["--disk", "0"][..], "above 0"),
+        (&["--disk", "fast"], "GB/s"),
+        (&["--tempo", "1"], "--tempo"),
+        (&["-n", "0"], "-n 0"),
+        (&["--stats-json", "/nonexistent/stats.json"], "cannot write the statistics"),
+        (&["-m", "/no/such/model"], "/no/such/model does not exist"),
+    ] {
+        let output = profile(flags);
+        assert_eq!(output.status.code(), Some(2), "{flags:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains(words) && stdout(&output).is_empty(), "{flags:?}: {}", stderr(&output));
+    }
+    let output = profile(&["--ram", "1M"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("the model needs"), "{}", stderr(&output));
+}
