@@ -20,6 +20,7 @@ pub mod reading;
 pub mod render;
 mod run;
 pub mod size;
+mod svg;
 mod synth;
 mod trace;
 mod tune;

@@ -8,6 +8,7 @@ use millstream_io::{IoMode, Pages};
 use super::Report;
 use super::facts::page_name;
 use crate::cli::size;
+use crate::cli::svg::{self, COLOURS, line, nice_above, text};
 
 const WIDTH: f64 = 960.0;
 /// The curves' plot: left, top, width, height.
@@ -16,7 +17,6 @@ const CURVES: (f64, f64, f64, f64) = (70.0, 96.0, 640.0, 230.0);
 const BARS: (f64, f64) = (330.0, 430.0);
 /// Height of a bar with its gap.
 const BAR_STEP: f64 = 20.0;
-const COLOURS: [&str; 6] = ["#1b6ca8", "#c8553d", "#3b8a57", "#7d5ba6", "#b08d2e", "#555555"];
 const FIO: &str = "#d2862d";
 const CACHED: &str = "#bbbbbb";
 
@@ -29,11 +29,7 @@ pub fn draw(report: &Report) -> String {
     let top =
         report.results.iter().map(|s| s.gb_s_max).chain(report.fio.iter().map(|f| f.gb_s_max)).fold(0.0, f64::max);
     let scale = nice_above(top);
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height:.0}\" width=\"{WIDTH}\" \
-         height=\"{height:.0}\" font-family=\"DejaVu Sans, Helvetica, Arial, sans-serif\" font-size=\"12\" fill=\"#222\">\n\
-         <rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n"
-    );
+    let mut svg = svg::begin(WIDTH, height, 12);
     title(&mut svg, report);
     curves(&mut svg, report, scale);
     bar_chart(&mut svg, report, &bars, bars_top, scale);
@@ -114,22 +110,11 @@ fn curves(svg: &mut String, report: &Report, scale: f64) {
     }
     for (index, (name, members)) in all.iter().enumerate() {
         let colour = COLOURS[index % COLOURS.len()];
-        let points: Vec<String> =
-            members.iter().map(|s| format!("{:.1},{:.1}", x(s.candidate.depth), y(s.gb_s))).collect();
-        let _ = writeln!(
-            svg,
-            "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>",
-            points.join(" ")
-        );
-        for summary in members {
-            let at = x(summary.candidate.depth);
-            line(svg, (at, y(summary.gb_s_min)), (at, y(summary.gb_s_max)), colour, 1.0);
-            let fill = if summary.cached { "#ffffff" } else { colour };
-            let _ = writeln!(
-                svg,
-                "<circle cx=\"{at:.1}\" cy=\"{:.1}\" r=\"4\" fill=\"{fill}\" stroke=\"{colour}\"/>",
-                y(summary.gb_s)
-            );
+        let points: Vec<(f64, f64)> = members.iter().map(|s| (x(s.candidate.depth), y(s.gb_s))).collect();
+        svg::curve(svg, &points, colour);
+        for (summary, at) in members.iter().zip(points) {
+            line(svg, (at.0, y(summary.gb_s_min)), (at.0, y(summary.gb_s_max)), colour, 1.0);
+            svg::point(svg, at, if summary.cached { "#ffffff" } else { colour }, colour);
         }
         let cached = if members.iter().all(|summary| summary.cached) { " (cached)" } else { "" };
         legend(svg, index, colour, &format!("{name}{cached}"));
@@ -193,52 +178,5 @@ impl Row {
         let name = format!("{} {pages}", summary.candidate);
         let figures = [summary.gb_s, summary.gb_s_min, summary.gb_s_max, summary.cpu_s_per_gb, summary.p99_ms];
         Row { name: name.trim_end().to_owned(), figures, colour: if summary.cached { CACHED } else { COLOURS[0] } }
-    }
-}
-
-fn line(svg: &mut String, from: (f64, f64), to: (f64, f64), colour: &str, width: f64) {
-    let _ = writeln!(
-        svg,
-        "<line x1=\"{:.1}\" y1=\"{:.1}\" x2=\"{:.1}\" y2=\"{:.1}\" stroke=\"{colour}\" stroke-width=\"{width}\"/>",
-        from.0, from.1, to.0, to.1
-    );
-}
-
-fn text(svg: &mut String, x: f64, y: f64, anchor: &str, points: f64, text: &str) {
-    let _ = writeln!(
-        svg,
-        "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\" font-size=\"{points}\">{}</text>",
-        escaped(text)
-    );
-}
-
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
-}
-
-/// The next of 1, 2, 4, 6, 8, 10 times a power of ten, so that four steps have short names.
-fn nice_above(value: f64) -> f64 {
-    if value <= 0.0 {
-        return 1.0;
-    }
-    let power = 10f64.powf(value.log10().floor());
-    let factor = [1.0, 1.2, 1.6, 2.0, 2.4, 3.2, 4.0, 6.0, 8.0].into_iter().find(|factor| factor * power >= value);
-    factor.unwrap_or(10.0) * power
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn axes_end_above_the_largest_value() {
-        for (value, end) in [(0.0, 1.0), (1.0, 1.0), (1.5, 1.6), (2.9, 3.2), (3.3, 4.0), (8.5, 10.0), (11.5, 12.0)] {
-            assert!((nice_above(value) - end).abs() < 1e-9, "{value}");
-        }
-    }
-
-    #[test]
-    fn text_is_escaped() {
-        assert_eq!(escaped("a<b & c>d"), "a&lt;b &amp; c&gt;d");
     }
 }

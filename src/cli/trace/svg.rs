@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use crate::cli::svg;
 use crate::store::trace::report::Report;
 
 const MARGIN: f64 = 60.0;
@@ -18,13 +19,9 @@ pub fn draw(head: &str, report: &Report) -> String {
     let (columns, rows) = (experts as f64 * cell, report.layers.len() as f64 * cell.max(6.0));
     let row = cell.max(6.0);
     let (width, height) = ((columns + 2.0 * MARGIN).max(WIDTH), rows + 140.0);
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" \
-         height=\"{height:.0}\" font-family=\"DejaVu Sans, Helvetica, Arial, sans-serif\" font-size=\"11\" fill=\"#222\">\n\
-         <rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n\
-         <text x=\"{MARGIN}\" y=\"26\" font-size=\"16\">How often each expert was chosen</text>\n\
-         <text x=\"{MARGIN}\" y=\"46\">{head}</text>\n"
-    );
+    let mut svg = svg::begin(width, height, 11);
+    svg::text(&mut svg, MARGIN, 26.0, "start", 16.0, "How often each expert was chosen");
+    svg::text(&mut svg, MARGIN, 46.0, "start", 11.0, head);
     // One path a colour: tens of thousands of cells stay a small file.
     let mut paths = vec![String::new(); COLOURS.len()];
     for (number, layer) in report.layers.iter().enumerate() {
