@@ -41,7 +41,7 @@ pub struct Key {
 }
 
 /// Settings that were found best, and why.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Profile {
     /// What it is about.
     pub key: Key,
@@ -51,6 +51,8 @@ pub struct Profile {
     pub reading: Reading,
     /// Why these.
     pub reason: String,
+    /// What reads alone reached, in GB/s; none where memory served all that was measured.
+    pub gb_s: Option<f64>,
 }
 
 /// A profile as it is kept.
@@ -62,6 +64,9 @@ struct Stored {
     key: Key,
     settings: StoredSettings,
     reason: String,
+    /// Profiles of former versions have none.
+    #[serde(default)]
+    gb_s: Option<f64>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -73,7 +78,7 @@ struct StoredSettings {
 }
 
 /// What looking for a profile came to.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Lookup {
     /// There is none.
     None,
@@ -137,6 +142,7 @@ pub fn save(dir: &Path, profile: &Profile) -> Result<PathBuf, Failure> {
         key: profile.key.clone(),
         settings: StoredSettings { io, device, depth, chunk },
         reason: profile.reason.clone(),
+        gb_s: profile.gb_s,
     };
     let temporary = dir.join(format!(".{}.tmp-{}", profile.key.file_name(), std::process::id()));
     let write = || -> std::io::Result<()> {
@@ -198,7 +204,8 @@ fn parse(text: &[u8], key: &Key) -> Result<Profile, String> {
     let reading = Reading::parse(io, device, depth, chunk).map_err(|why| format!("it is damaged ({why})"))?;
     // It is shown to people: a day, whatever was written there.
     let date: String = stored.date.chars().filter(|c| c.is_ascii_digit() || *c == '-').take(10).collect();
-    Ok(Profile { key: stored.key, date, reading, reason: stored.reason })
+    let gb_s = stored.gb_s.filter(|gb_s| gb_s.is_finite() && *gb_s > 0.0);
+    Ok(Profile { key: stored.key, date, reading, reason: stored.reason, gb_s })
 }
 
 /// Today, in UTC.
@@ -241,7 +248,7 @@ mod tests {
             depth: Depth::Slabs(8),
             chunk: Chunk::Bytes(1 << 20),
         };
-        Profile { key: key(), date: "2024-02-29".to_owned(), reading, reason: "faster".to_owned() }
+        Profile { key: key(), date: "2024-02-29".to_owned(), reading, reason: "faster".to_owned(), gb_s: Some(2.5) }
     }
 
     #[test]

@@ -164,9 +164,21 @@ fn measure(
 
     let (kept, reason) = verdict(&arms, lead.as_ref());
     let (key, date) = (Key::of(machine, checkpoint), tuning::today());
-    let profile = Profile { key: key.clone(), date, reading: arms[kept].reading, reason: reason.clone() };
+    let profile = Profile {
+        key: key.clone(),
+        date,
+        reading: arms[kept].reading,
+        reason: reason.clone(),
+        gb_s: reads_alone(&arms),
+    };
     let profile = tuning::save(state, &profile)?;
     Ok(Went::On(Report { facts, key, arms, lead, kept, reason, conditions, profile }))
+}
+
+/// The most that reads alone reached, where memory served none of them.
+fn reads_alone(arms: &[Arm]) -> Option<f64> {
+    let real = arms.iter().filter_map(|arm| arm.summary.as_ref()).filter(|summary| !summary.cached);
+    real.map(|summary| summary.gb_s).reduce(f64::max)
 }
 
 /// The trial, with memory for few experts, and the most tokens its context has room for.
