@@ -140,7 +140,8 @@ fn what_cannot_be_is_refused_before_a_model_is_loaded() {
         (&["--disk", "fast"], "GB/s"),
         (&["--tempo", "1"], "--tempo"),
         (&["-n", "0"], "-n 0"),
-        (&["--stats-json", "/nonexistent/stats.json"], "cannot write the statistics"),
+        (&["--stats-json", "/proc/none/stats.json"], "cannot write the statistics"),
+        (&["--html", "/proc/none/page.html"], "cannot write the page"),
         (&["-m", "/no/such/model"], "/no/such/model does not exist"),
     ] {
         let output = profile(flags);
@@ -150,4 +151,80 @@ fn what_cannot_be_is_refused_before_a_model_is_loaded() {
     let output = profile(&["--ram", "1M"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("the model needs"), "{}", stderr(&output));
+}
+
+/// What stands between tags, and the tags in order; panics where one is not closed, or closed out of turn.
+fn parsed(html: &str) -> Vec<&str> {
+    let body = html.strip_prefix("<!DOCTYPE html>").unwrap();
+    let (mut open, mut seen, mut rest) = (Vec::new(), Vec::new(), body);
+    while let Some(at) = rest.find(['<', '>']) {
+        assert!(rest[at..].starts_with('<'), "a > outside of a tag: {}", &rest[..at]);
+        let end = at + rest[at..].find('>').unwrap();
+        let tag = &rest[at + 1..end];
+        assert!(!tag.contains('<'), "a < inside of a tag: {tag}");
+        rest = &rest[end + 1..];
+        if let Some(name) = tag.strip_prefix('/') {
+            assert_eq!(open.pop(), Some(name), "closed out of turn");
+            continue;
+        }
+        let name = tag.split([' ', '/']).next().unwrap();
+        // Quotes come in pairs, so no text leaves its attribute.
+        assert_eq!(tag.matches('"').count() % 2, 0, "{tag}");
+        seen.push(tag);
+        if !tag.ends_with('/') {
+            open.push(name);
+        }
+    }
+    assert_eq!(open, Vec::<&str>::new(), "never closed");
+    seen
+}
+
+#[test]
+fn the_page_is_whole_and_needs_nothing_from_anywhere() {
+    // A directory whose name would be a tag.
+    let dir = TempDir::new().unwrap();
+    let model = dir.path().join("<img src=x>&\"'");
+    std::os::unix::fs::symlink(RUN[1], &model).unwrap();
+    let path = dir.path().join("page.html");
+    let output = profile(&["-m", model.to_str().unwrap(), "--html", path.to_str().unwrap(), "--disk", "5"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let html = std::fs::read_to_string(&path).unwrap();
+    let tags = parsed(&html);
+    for nothing in ["<script", "http", "<link", "<img", "@import", "url(", "NaN", "inf%"] {
+        assert!(!html.contains(nothing), "{nothing} in the page");
+    }
+    assert!(html.contains("&lt;img src=x&gt;&amp;&quot;&#39;"), "the name is there as text");
+    for part in ["Where the time went", "Drive against arithmetic", "Where experts came from", "How long a token takes"]
+    {
+        assert!(html.contains(part), "no {part:?}");
+    }
+    assert!(tags.iter().any(|tag| tag.starts_with("meta name=\"viewport\"")));
+    assert!(tags.iter().filter(|tag| tag.starts_with("svg ")).count() > 10);
+    assert!(html.contains("prefers-color-scheme: dark"));
+    // As many rows as stages.
+    let stages = json(&done(profile(&["--json"])))["stages"].as_object().unwrap().len();
+    let table = &html[html.find("<table>").unwrap()..html.find("</table>").unwrap()];
+    assert!(table.matches("<tr>").count().abs_diff(stages + 1) <= 1, "{table}");
+}
+
+#[test]
+fn the_verdict_of_run_comes_with_a_knob_that_fits_the_machine() {
+    let report = json(&done(profile(&["--json", "--pipeline", "off", "--io", "drop", "--prefetch", "off"])));
+    let verdict = report["verdict"].as_str().unwrap();
+    assert!(["disk-bound", "compute-bound", "attention-bound", "balanced"].contains(&verdict), "{verdict}");
+    let advice = report["advice"].as_str().unwrap();
+    if let Some(knob) = report["knob"].as_str() {
+        assert!(advice.starts_with(knob), "{advice}");
+    }
+    if verdict == "disk-bound" {
+        assert_eq!(report["knob"], "--pipeline auto");
+    }
+    let output = done(profile(&[]));
+    assert!(
+        stdout(&output).contains("\nverdict   ") && stdout(&output).contains("\nadvice    "),
+        "{}",
+        stdout(&output)
+    );
+    let one = json(&done(profile(&["-n", "1", "--json"])));
+    assert!(one.get("verdict").is_none() && one["token_ms"].is_null(), "one token has no step: {one}");
 }

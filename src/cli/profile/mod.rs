@@ -1,9 +1,13 @@
 //! The `profile` command: one generation with the full accounting. Where its time went, what the drive did and what of it
 //! was felt, which tier experts came from, what bound it, and the one thing to change.
 
+mod advice;
+mod facts;
+mod html;
+mod pictures;
 mod text;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use serde_json::{Value, json};
@@ -12,11 +16,13 @@ use crate::engine::stats::Stats;
 
 use super::args::RunArgs;
 use super::bench_io::json::short;
-use super::job;
+use super::job::{self, Prepared};
 use super::machine::Machine;
 use super::printer::Show;
 use super::run::{self, Witness};
+use super::tuning::{self, Lookup};
 use super::{Done, Failure};
+use facts::{Judgement, Known};
 
 /// Tokens generated when `-n` is not given: enough for percentiles, and for a cache to fill.
 const TOKENS_DEFAULT: i64 = 64;
@@ -26,7 +32,7 @@ const TOKENS_DEFAULT: i64 = 64;
 #[command(after_help = "\
 Examples:
   millstream profile -p \"Tell me a story about a fox.\"
-  millstream profile -m /models/glm-5.2-int4 --ram 16G -n 32 -f question.txt --disk 3.1 --json
+  millstream profile -m /models/glm-5.2-int4 --ram 16G -n 32 -f question.txt --html profile.html
 
 Every flag of `run` is one of this command, and means the same; without -n there are at most 64 tokens. The answer is \
 not shown, except with -v.
@@ -35,6 +41,9 @@ pub struct ProfileArgs {
     /// What the drive can do, in GB/s, as bench-io finds it [default: what tune measured, where it was run]
     #[arg(long, value_name = "GB/S", allow_negative_numbers = true, value_parser = parse_rate)]
     disk: Option<f64>,
+    /// Write the report as a page with pictures, one file that needs nothing else
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     #[command(flatten)]
     run: RunArgs,
 }
@@ -53,6 +62,7 @@ struct Report {
     seed: Option<u64>,
     tokens: Option<TokenTimes>,
     ceiling: Option<Ceiling>,
+    judgement: Option<Judgement>,
 }
 
 /// From one token to the next, in milliseconds.
@@ -75,8 +85,11 @@ struct Ceiling {
 /// Generates and reports.
 pub fn profile(args: &ProfileArgs, machine: &Machine) -> Result<Done, Failure> {
     let run_args = RunArgs { max_tokens: args.run.max_tokens.or(Some(TOKENS_DEFAULT)), ..args.run.clone() };
+    if let Some(path) = &args.html {
+        job::check_writable(path, "page")?;
+    }
     let Some(prepared) = job::prepare(&run_args, machine)? else { return Ok(Done::Interrupted) };
-    let ceiling = args.disk.map(|gb_s| Ceiling { gb_s, source: "--disk".to_owned() });
+    let (ceiling, known) = (ceiling(args, machine, &prepared), Known::of(&run_args, machine, &prepared));
     let show = match (args.run.verbose, args.run.json, args.run.ids) {
         (true, false, true) => Show::Ids,
         (true, false, false) => Show::Text,
@@ -91,12 +104,29 @@ pub fn profile(args: &ProfileArgs, machine: &Machine) -> Result<Done, Failure> {
         Ok(())
     })?;
     let Some((stats, seed)) = measured else { return Ok(done) };
-    let report = Report { stats, seed, tokens: TokenTimes::of(&chosen), ceiling };
+    let judgement = known.judge(&stats, ceiling.as_ref());
+    let report = Report { stats, seed, tokens: TokenTimes::of(&chosen), ceiling, judgement };
+    if let Some(path) = &args.html {
+        write(path, &html::page(&report), "page")?;
+    }
     if let Some(path) = &args.run.stats_json {
         write(path, &(pretty(&report)? + "\n"), "statistics")?;
     }
     let shown = if args.run.json { compact(&report)? + "\n" } else { text::text(&report) };
     Ok(super::bench_io::print(&shown)?.unwrap_or(done))
+}
+
+/// What the drive can do: as the user says, or as tuning measured it.
+fn ceiling(args: &ProfileArgs, machine: &Machine, prepared: &Prepared) -> Option<Ceiling> {
+    if let Some(gb_s) = args.disk {
+        return Some(Ceiling { gb_s, source: "--disk".to_owned() });
+    }
+    match tuning::find(machine, &prepared.checkpoint) {
+        Lookup::Found(profile) => {
+            Some(Ceiling { gb_s: profile.gb_s?, source: format!("measured by tune on {}", profile.date) })
+        }
+        Lookup::None | Lookup::Unusable(_) => None,
+    }
 }
 
 impl TokenTimes {
@@ -131,6 +161,11 @@ fn object(report: &Report) -> Result<Value, Failure> {
             json!({ "gb_s": most, "source": source, "share": gb_s.map(|gb_s| short(gb_s / most)) })
         }
     };
+    // A profile knows what the machine has left, which the engine's own advice does not.
+    if let Some(Judgement { advice, .. }) = &report.judgement {
+        object["advice"] = advice.to_string().into();
+        object["knob"] = advice.knob.clone().into();
+    }
     Ok(object)
 }
 

@@ -6,24 +6,26 @@ use crate::cli::render::{self, micros, seconds};
 use crate::cli::size;
 use crate::engine::stats::{Directness, ExpertStats, Stats};
 
-use super::{Ceiling, Report};
+use super::{Ceiling, Report, advice};
 
 /// Columns of the longest bar.
 const BAR: usize = 24;
 /// What is not known.
-const UNKNOWN: &str = "-";
+pub const UNKNOWN: &str = "-";
 
 /// The whole report.
 pub fn text(report: &Report) -> String {
     let stats = &report.stats;
     let mut text = String::new();
-    heading(&mut text, stats);
+    line(&mut text, "model", &format!("{}: {}", stats.model.dir, model(stats)));
+    line(&mut text, "machine", &machine(stats));
     rates(&mut text, report);
     stages(&mut text, stats);
     disk(&mut text, report);
     experts(&mut text, &stats.experts);
-    overlap(&mut text, stats);
+    line(&mut text, "overlap", &overlap(stats));
     memory(&mut text, stats);
+    verdict(&mut text, report);
     text
 }
 
@@ -32,27 +34,21 @@ fn line(text: &mut String, name: &str, said: &str) {
     let _ = writeln!(text, "{name:<9} {said}");
 }
 
-fn heading(text: &mut String, stats: &Stats) {
-    let (model, machine) = (&stats.model, &stats.machine);
-    let formats = model.formats.join(", ");
-    line(
-        text,
-        "model",
-        &format!("{}: {}, {} layers of {} experts, {formats}", model.dir, model.arch, model.layers, model.experts),
-    );
+/// The model in words.
+pub fn model(stats: &Stats) -> String {
+    let model = &stats.model;
+    format!("{}, {} layers of {} experts, {}", model.arch, model.layers, model.experts, model.formats.join(", "))
+}
+
+/// The machine in words.
+pub fn machine(stats: &Stats) -> String {
+    let machine = &stats.machine;
     let threads = stats.settings.get("threads").map_or_else(|| UNKNOWN.to_owned(), |threads| threads.to_string());
-    line(
-        text,
-        "machine",
-        &format!(
-            "{}, {threads} threads of {}, {} of memory, Linux {}, {}",
-            machine.cpu,
-            machine.kernels,
-            size::show(machine.ram),
-            machine.kernel,
-            machine.fs
-        ),
-    );
+    let ram = size::show(machine.ram);
+    format!(
+        "{}, {threads} threads of {}, {ram} of memory, Linux {}, {}",
+        machine.cpu, machine.kernels, machine.kernel, machine.fs
+    )
 }
 
 fn rates(text: &mut String, report: &Report) {
@@ -103,44 +99,51 @@ fn stages(text: &mut String, stats: &Stats) {
 }
 
 /// A time in the unit that leaves it digits.
-fn time(s: f64) -> String {
+pub fn time(s: f64) -> String {
     if s < 1.0 { micros(1e6 * s) } else { seconds(s) }
 }
 
 fn disk(text: &mut String, report: &Report) {
-    let io = &report.stats.io;
+    let (stats, io) = (&report.stats, &report.stats.io);
+    line(text, "disk", &disk_how(stats));
+    line(text, "", &disk_felt(stats));
+    let depth = io.depth_mean.map_or_else(|| UNKNOWN.to_owned(), |depth| format!("{depth:.1}"));
+    let rate = match io.gb_s {
+        None => "no rate: nothing was read".to_owned(),
+        Some(gb_s) => format!("{gb_s:.2} GB/s while busy{}, {depth} reads in flight", against(gb_s, report)),
+    };
+    line(text, "", &rate);
+    line(text, "", &slab_times(stats));
+    io.drives.iter().for_each(|drive| line(text, "drive", &render::drive_text(drive)));
+}
+
+/// What was read, and how.
+pub fn disk_how(stats: &Stats) -> String {
+    let io = &stats.io;
     let how = match io.direct {
         Directness::Direct => "direct",
         Directness::Buffered => "through the page cache, which may have served some of it",
         Directness::SilentlyBuffered => "asked to be direct, served by the page cache",
     };
-    let (read, reads) = (size::show(io.bytes), size::grouped(io.reads));
-    line(text, "disk", &format!("{read} in {reads} reads by {}, {how}", io.device));
-    let hidden = (io.busy_s - io.wait_s).max(0.0);
-    line(
-        text,
-        "",
-        &format!(
-            "busy {}, of which {} was felt as waiting and {} hidden behind arithmetic",
-            seconds(io.busy_s),
-            seconds(io.wait_s),
-            seconds(hidden)
-        ),
-    );
-    let depth = io.depth_mean.map_or_else(|| UNKNOWN.to_owned(), |depth| format!("{depth:.1}"));
-    let _ = match io.gb_s {
-        None => writeln!(text, "{:<9} no rate: nothing was read", ""),
-        Some(gb_s) => {
-            writeln!(text, "{:<9} {gb_s:.2} GB/s while busy{}, {depth} reads in flight", "", against(gb_s, report))
-        }
-    };
+    format!("{} in {} reads by {}, {how}", size::show(io.bytes), size::grouped(io.reads), io.device)
+}
+
+/// How long reads took, and how much of that was felt.
+pub fn disk_felt(stats: &Stats) -> String {
+    let io = &stats.io;
+    let [service, busy, wait] = [io.service_s, io.busy_s, io.wait_s].map(time);
+    let hidden = time((io.busy_s - io.wait_s).max(0.0));
+    format!(
+        "reads took {service} added up and {busy} side by side: {wait} of it was waited for, {hidden} was hidden behind \
+         arithmetic"
+    )
+}
+
+/// How long the read of one expert takes.
+pub fn slab_times(stats: &Stats) -> String {
     let ms = |ms: Option<f64>| ms.map_or_else(|| UNKNOWN.to_owned(), |ms| micros(ms * 1e3));
-    line(
-        text,
-        "an expert",
-        &format!("takes {} to read in the median, {} at the 99th percentile", ms(io.slab_p50_ms), ms(io.slab_p99_ms)),
-    );
-    io.drives.iter().for_each(|drive| line(text, "drive", &render::drive_text(drive)));
+    let io = &stats.io;
+    format!("one expert takes {} in the median, {} at the 99th percentile", ms(io.slab_p50_ms), ms(io.slab_p99_ms))
 }
 
 /// The rate against what the drive can do.
@@ -165,22 +168,8 @@ fn experts(text: &mut String, experts: &ExpertStats) {
         .map(|(name, count)| format!("{name} {} ({:.1} %)", size::grouped(*count), percent(*count)))
         .collect();
     line(text, "experts", &format!("{} asked for: {}", size::grouped(experts.requested), parts.join(", ")));
-    let share =
-        |share: Option<f64>| share.map_or_else(|| UNKNOWN.to_owned(), |share| format!("{:.1} %", 100.0 * share));
     if experts.prefetch_issued > 0 {
-        line(
-            text,
-            "ahead",
-            &format!(
-                "{} reads, {} used, {} wasted ({}); guesses name {} of what is asked for, and {} of them are right",
-                size::grouped(experts.prefetch_issued),
-                size::grouped(experts.prefetch_used),
-                size::grouped(experts.prefetch_wasted),
-                size::show(experts.prefetch_wasted_bytes),
-                share(experts.lookahead_recall),
-                share(experts.lookahead_precision)
-            ),
-        );
+        line(text, "ahead", &ahead(experts));
     }
     if experts.verified > 0 {
         let (count, took) = (size::grouped(experts.verified), seconds(experts.verify_s));
@@ -188,18 +177,35 @@ fn experts(text: &mut String, experts: &ExpertStats) {
     }
 }
 
-fn overlap(text: &mut String, stats: &Stats) {
-    let said = match &stats.overlap {
-        None => UNKNOWN.to_owned(),
-        Some(overlap) => format!(
-            "after the prompt the drive was busy {} and arithmetic {} of {}: efficiency {:.2}",
-            seconds(overlap.disk_busy_s),
-            seconds(overlap.compute_busy_s),
-            seconds(overlap.wall_s),
-            overlap.efficiency
-        ),
-    };
-    line(text, "overlap", &said);
+/// What reading ahead came to; nothing where there was none.
+pub fn ahead(experts: &ExpertStats) -> String {
+    if experts.prefetch_issued == 0 {
+        return String::new();
+    }
+    let share =
+        |share: Option<f64>| share.map_or_else(|| UNKNOWN.to_owned(), |share| format!("{:.1} %", 100.0 * share));
+    format!(
+        "{} read ahead, {} of them used, {} wasted ({}); {} of what was asked for was guessed, and {} of the guesses \
+         were right",
+        size::grouped(experts.prefetch_issued),
+        size::grouped(experts.prefetch_used),
+        size::grouped(experts.prefetch_wasted),
+        size::show(experts.prefetch_wasted_bytes),
+        share(experts.lookahead_recall),
+        share(experts.lookahead_precision)
+    )
+}
+
+/// Drive and arithmetic after the prompt.
+fn overlap(stats: &Stats) -> String {
+    let Some(overlap) = &stats.overlap else { return UNKNOWN.to_owned() };
+    let [disk, compute, waited, wall] =
+        [overlap.disk_busy_s, overlap.compute_busy_s, overlap.wait_s, overlap.wall_s].map(time);
+    let efficiency = overlap.efficiency;
+    format!(
+        "of {wall} after the prompt the drive was busy {disk}, arithmetic {compute}, and {waited} was waited for: \
+         efficiency {efficiency:.2}"
+    )
 }
 
 fn memory(text: &mut String, stats: &Stats) {
@@ -216,4 +222,12 @@ fn memory(text: &mut String, stats: &Stats) {
             size::show(memory.kv)
         ),
     );
+}
+
+fn verdict(text: &mut String, report: &Report) {
+    let Some(judgement) = &report.judgement else {
+        return line(text, "verdict", "none: nothing was generated after the prompt");
+    };
+    let (verdict, why) = (advice::name(judgement.verdict), &judgement.why);
+    let _ = writeln!(text, "\nverdict   {verdict}: {why}\nadvice    {}", judgement.advice);
 }
