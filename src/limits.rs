@@ -72,6 +72,8 @@ pub const SECONDS_MAX: f64 = 600.0;
 pub const ROUNDS_MAX: usize = 1000;
 /// Slabs in flight that `bench-io` goes up to.
 pub const SWEEP_DEPTH_MAX: u64 = 16;
+/// Values that `sweep` tries.
+pub const SWEEP_VALUES_MAX: usize = 64;
 /// Ways of reading that `tune` tries in generations, besides the defaults.
 pub const CHALLENGERS_MAX: usize = 4;
 /// Most tokens of a generation of `tune`.

@@ -21,7 +21,7 @@ fn millstream(home: &Path, arguments: &[&str]) -> Output {
 }
 
 /// A generation of twelve tokens, with room for few experts.
-const RUN: [&str; 13] = [
+const RUN: [&str; 15] = [
     "-m",
     concat!(env!("CARGO_MANIFEST_DIR"), "/models/glm-tales"),
     "--ids",
@@ -34,6 +34,8 @@ const RUN: [&str; 13] = [
     "12",
     "--ram",
     "20M",
+    "--usage",
+    "off",
     "-q",
 ];
 

@@ -17,6 +17,7 @@ use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_M
 use super::plan::PlanArgs;
 use super::profile::ProfileArgs;
 use super::size;
+use super::sweep::SweepArgs;
 use super::synth::SynthArgs;
 use super::tune::TuneArgs;
 use super::usage::UsageChoice;
@@ -51,6 +52,8 @@ pub enum Command {
     Synth(SynthArgs),
     /// One generation with the full accounting: where its time went, what bound it, and what to change.
     Profile(Box<ProfileArgs>),
+    /// One generation under a range of values of one setting: what memory, or threads, are worth.
+    Sweep(SweepArgs),
     /// Which experts the router chooses: recorded, replayed over cache policies, drawn.
     Trace(super::trace::TraceArgs),
 }

@@ -21,6 +21,7 @@ pub mod render;
 mod run;
 pub mod size;
 mod svg;
+mod sweep;
 mod synth;
 mod trace;
 mod tune;
@@ -133,6 +134,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::Plan(plan_args) => plan::plan(plan_args, &machine),
         args::Command::Synth(synth_args) => synth::synth(synth_args),
         args::Command::Profile(profile_args) => profile::profile(profile_args, &machine),
+        args::Command::Sweep(sweep_args) => sweep::sweep(sweep_args, &machine),
         args::Command::Trace(trace_args) => trace::trace(trace_args, &machine),
     };
     match result {

@@ -193,7 +193,8 @@ impl PromptProgress {
     }
 }
 
-fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machine: &Machine, dir: &Path) {
+/// Adds to the numbers of a generation what the engine does not know.
+pub fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machine: &Machine, dir: &Path) {
     stats.settings = config.settings.iter().map(|s| (s.name.to_owned(), s.value.clone())).collect();
     stats.model.dir = dir.display().to_string();
     stats.machine.cpu = machine.cpu.clone();

@@ -17,3 +17,6 @@ pub mod pipeline {}
 
 #[doc = include_str!("caching.md")]
 pub mod caching {}
+
+#[doc = include_str!("profiling.md")]
+pub mod profiling {}

@@ -173,16 +173,14 @@ fn overlap(html: &mut String, report: &Report) {
 
 fn experts(html: &mut String, stats: &Stats) {
     let asked = stats.experts.requested;
-    let classes = ["fill-experts", "fill-kin", "fill-attention", "fill-wait"];
+    let classes = ["fill-book", "fill-experts", "fill-kin", "fill-wait"];
     let tiers = tiers(&stats.experts);
-    // The last is the drive, whatever comes before it.
-    let class = |index: usize| if index + 1 == tiers.len() { "fill-wait" } else { classes[index] };
     let parts: Vec<Part> = tiers
         .iter()
-        .enumerate()
-        .map(|(index, (name, count))| {
+        .zip(classes)
+        .map(|((name, count), class)| {
             let percent = if asked > 0 { 100.0 * *count as f64 / asked as f64 } else { 0.0 };
-            part(*name, *count as f64, format!("{} ({percent:.1} %)", size::grouped(*count)), class(index))
+            part(*name, *count as f64, format!("{} ({percent:.1} %)", size::grouped(*count)), class)
         })
         .collect();
     let mut body = pictures::stack(&parts, asked as f64, "tiers that served experts");

@@ -157,8 +157,13 @@ fn against(gb_s: f64, report: &Report) -> String {
 }
 
 /// How many experts each tier served, fastest first; the last is the drive, which was waited for.
-pub fn tiers(experts: &ExpertStats) -> [(&'static str, u64); 3] {
-    [("cached", experts.hit_cached), ("read ahead", experts.hit_prefetched), ("from disk", experts.missed)]
+pub fn tiers(experts: &ExpertStats) -> [(&'static str, u64); 4] {
+    [
+        ("pinned", experts.hit_pinned),
+        ("cached", experts.hit_cached),
+        ("read ahead", experts.hit_prefetched),
+        ("from disk", experts.missed),
+    ]
 }
 
 fn experts(text: &mut String, experts: &ExpertStats) {

@@ -1,0 +1,197 @@
+//! The generations of a sweep.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use millstream_io::measure::{Witness, is_cached, median};
+
+use crate::engine::stats::{Directness, Stats};
+use crate::engine::{Engine, Finish, Job};
+use crate::model::tokenizer::Tokenizer;
+
+use super::Knob;
+use crate::cli::args::RunArgs;
+use crate::cli::bench_io::io_failure;
+use crate::cli::config::RunConfig;
+use crate::cli::job::{Files, Prepared};
+use crate::cli::machine::Machine;
+use crate::cli::printer::{Printer, Show};
+use crate::cli::render::Waiting;
+use crate::cli::{Failure, bundled, hanging, interrupt, render, run};
+use crate::engine::stop::StopMatcher;
+
+/// A value and what was measured with it.
+pub struct Arm {
+    /// Bytes, or a count.
+    pub value: u64,
+    /// One a round.
+    pub samples: Vec<Sample>,
+    /// Why there are no more.
+    pub failed: Option<Failure>,
+}
+
+/// One generation.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sample {
+    /// Steps a second after the prompt; none where there was no step.
+    pub decode_tok_s: Option<f64>,
+    /// Tokens of the prompt a second.
+    pub prefill_tok_s: Option<f64>,
+    /// Share of experts that were in memory.
+    pub hit_rate: Option<f64>,
+    /// Bytes that were read.
+    pub bytes: u64,
+    /// While the drive was busy.
+    pub gb_s: Option<f64>,
+    /// Share of the time that went by waiting for reads.
+    pub waited: f64,
+    /// Whether memory may have served some of the reads.
+    pub cached: bool,
+}
+
+/// What all generations had in common.
+#[derive(Default)]
+pub struct Measured {
+    /// Numbers of the first generation, whose tokens all others had.
+    pub first: Stats,
+    /// Whether the user stopped it.
+    pub interrupted: bool,
+}
+
+impl Arm {
+    /// Median, least and most of what `of` finds in the samples.
+    pub fn spread(&self, of: impl Fn(&Sample) -> Option<f64>) -> Option<[f64; 3]> {
+        let values: Vec<f64> = self.samples.iter().filter_map(of).collect();
+        let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+        Some([median(&values)?, least, values.iter().copied().fold(f64::NEG_INFINITY, f64::max)])
+    }
+
+    /// The median of what `of` finds.
+    pub fn median(&self, of: impl Fn(&Sample) -> Option<f64>) -> Option<f64> {
+        self.spread(of).map(|[median, ..]| median)
+    }
+}
+
+/// What a generation needs besides the value.
+struct Bench<'a> {
+    knob: Knob,
+    quiet: bool,
+    dir: PathBuf,
+    config: RunConfig,
+    files: Files,
+    tokenizer: Option<Tokenizer>,
+    job: Job,
+    stops: StopMatcher,
+    context: usize,
+    witness: Witness,
+    machine: &'a Machine,
+    stop: Arc<AtomicBool>,
+}
+
+/// Generates with every value, `rounds` times.
+pub fn measure(
+    knob: Knob,
+    values: &[u64],
+    rounds: usize,
+    args: &RunArgs,
+    machine: &Machine,
+    prepared: Prepared,
+) -> Result<(Vec<Arm>, Measured), Failure> {
+    let mut arms: Vec<Arm> =
+        values.iter().map(|&value| Arm { value, samples: Vec::with_capacity(rounds), failed: None }).collect();
+    // Every generation begins with the same history, and none adds to it: it is the same run each time.
+    let Prepared { config, usage: _, checkpoint, files, tokenizer, job, stops, context } = prepared;
+    let witness = Witness::open(checkpoint.tensors.paths(), machine.root()).map_err(|error| io_failure(&error))?;
+    let formats = checkpoint.formats().map(|format| format.to_string()).collect();
+    let (dir, stop) = (files.dir.clone(), interrupt::watch()?);
+    drop(checkpoint);
+    let bench =
+        Bench { knob, quiet: args.quiet, dir, config, files, tokenizer, job, stops, context, witness, machine, stop };
+    let mut measured = Measured::default();
+    let waiting = Waiting::begin("generating", args.quiet);
+    let (mut order, mut number) = ((0..arms.len()).collect::<Vec<_>>(), 0);
+    'rounds: for _ in 0..rounds {
+        for &index in &order {
+            number += 1;
+            let arm = &mut arms[index];
+            if arm.failed.is_some() {
+                continue;
+            }
+            let value = knob.show(arm.value);
+            waiting.say(format!("run {number} of {}, {} {value}", rounds * values.len(), knob.name()));
+            match bench.generate(arm.value) {
+                Ok(None) => {
+                    measured.interrupted = true;
+                    break 'rounds;
+                }
+                Ok(Some((stats, sample))) => {
+                    if measured.first.prompt_tokens == 0 {
+                        measured.first = stats;
+                    } else if measured.first.ids != stats.ids {
+                        return Err(differing(&value, knob));
+                    }
+                    arm.samples.push(sample);
+                }
+                Err(failure) => arm.failed = Some(failure),
+            }
+        }
+        order.reverse();
+    }
+    drop(waiting);
+    measured.first.model.formats = formats;
+    Ok((arms, measured))
+}
+
+/// No setting that is varied may change a token.
+fn differing(value: &str, knob: Knob) -> Failure {
+    Failure::work(format!("with {} {value} the tokens are others", knob.name()))
+        .cause("the same bits are promised whatever the memory and the threads are")
+        .hint("this is a bug, or memory or the drive is damaged: millstream doctor --deep reads the whole model")
+}
+
+impl Bench<'_> {
+    /// One generation from an empty expert cache, with the files dropped from the page cache; none where it was stopped.
+    fn generate(&self, value: u64) -> Result<Option<(Stats, Sample)>, Failure> {
+        let mut config = self.config.clone();
+        match self.knob {
+            Knob::Ram => config.ram = Some(value),
+            Knob::Threads => config.threads = value as usize,
+        }
+        let failure = |error| self.files.failure(error);
+        let checkpoint = bundled::open(&self.dir)?;
+        let mut engine = Engine::open(checkpoint, &config.engine(self.context)).map_err(failure)?;
+        engine.set_watch(hanging::watch_reads(self.stop.clone(), self.quiet));
+        let resident = self.witness.forget();
+        let before = self.witness.counters();
+        let mut printer = Printer::new(
+            Show::Nothing,
+            std::io::sink(),
+            self.tokenizer.as_ref(),
+            &self.job.stop_ids,
+            self.stops.clone(),
+            self.job.max_tokens,
+        );
+        let outcome = engine.generate(&self.job, &self.stop, &mut |id| printer.token(id)).map_err(failure)?;
+        let moved = before.and_then(|before| Some(self.witness.counters()?.since(before).bytes));
+        if outcome.finish == Finish::Interrupted {
+            hanging::leave(engine, self.quiet);
+            return Ok(None);
+        }
+        for line in engine.warnings() {
+            render::note(self.quiet, &line);
+        }
+        let mut stats = engine.stats();
+        run::complete(&mut stats, &outcome, &config, self.machine, Path::new(&self.dir));
+        let sample = Sample {
+            decode_tok_s: stats.decode_tok_s,
+            prefill_tok_s: stats.prefill_tok_s,
+            hit_rate: stats.experts.hit_rate,
+            bytes: stats.io.bytes,
+            gb_s: stats.io.gb_s,
+            waited: if stats.wall_s > 0.0 { stats.io.wait_s / stats.wall_s } else { 0.0 },
+            cached: is_cached(stats.io.direct != Directness::Direct, resident, moved, stats.io.bytes),
+        };
+        Ok(Some((stats, sample)))
+    }
+}
