@@ -4,7 +4,7 @@
 //! or belongs to others, one line says so and nothing else changes.
 
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -173,7 +173,8 @@ pub fn find(machine: &Machine, checkpoint: &Checkpoint) -> Lookup {
     };
     let text = match read(&path) {
         Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Lookup::None,
+        // A file where a directory would be holds no profile either.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Lookup::None,
         Err(error) => return unusable(format!("it cannot be read ({error})")),
     };
     match parse(&text, &key) {
