@@ -134,8 +134,8 @@ pub fn disk_felt(stats: &Stats) -> String {
     let [service, busy, wait] = [io.service_s, io.busy_s, io.wait_s].map(time);
     let hidden = time((io.busy_s - io.wait_s).max(0.0));
     format!(
-        "reads took {service} added up and {busy} side by side: {wait} of it was waited for, {hidden} was hidden behind \
-         arithmetic"
+        "Reads took {service} added up, with their time in the queue, and {busy} side by side: {wait} of it was waited \
+         for, {hidden} was hidden behind arithmetic"
     )
 }
 
@@ -143,7 +143,7 @@ pub fn disk_felt(stats: &Stats) -> String {
 pub fn slab_times(stats: &Stats) -> String {
     let ms = |ms: Option<f64>| ms.map_or_else(|| UNKNOWN.to_owned(), |ms| micros(ms * 1e3));
     let io = &stats.io;
-    format!("one expert takes {} in the median, {} at the 99th percentile", ms(io.slab_p50_ms), ms(io.slab_p99_ms))
+    format!("One expert takes {} in the median, {} at the 99th percentile", ms(io.slab_p50_ms), ms(io.slab_p99_ms))
 }
 
 /// The rate against what the drive can do.
