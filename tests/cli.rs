@@ -287,6 +287,33 @@ fn without_a_home_the_temporary_directory_serves() {
 }
 
 #[test]
+fn no_file_that_a_command_reads_is_written_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for entry in std::fs::read_dir(bundled()).unwrap() {
+        let from = entry.unwrap().path();
+        std::fs::copy(&from, model.join(from.file_name().unwrap())).unwrap();
+    }
+    let shard = model.join("config.json");
+    let before = std::fs::read(&shard).unwrap();
+    let (model, config) = (model.to_str().unwrap(), shard.to_str().unwrap());
+    for arguments in [
+        &["run", "-m", model, "-p", FOX, "--stats-json", config][..],
+        &["run", "-m", model, "-p", FOX, "--timeline", config],
+        &["run", "-f", config, "--stats-json", config],
+        &["profile", "-m", model, "-p", FOX, "--html", config],
+        &["sweep", "threads", "-m", model, "-p", FOX, "--svg", config],
+        &["trace", "record", config, "-m", model, "-p", FOX],
+        &["bench-io", "-m", model, "--svg", config],
+        &["bench-io", "--file", config, "--svg", config],
+    ] {
+        refused(&millstream(arguments).output().unwrap(), 2, &["which this command reads", "hint:"]);
+    }
+    assert_eq!(std::fs::read(&shard).unwrap(), before);
+}
+
+#[test]
 fn same_seed_same_answer() {
     let with = |seed| answer(&["-q", "--temp", "1", "--top-p", "1", "-n", "24", "--ignore-eos", "-s", seed, "-p", FOX]);
     assert_eq!(with("7"), with("7"));

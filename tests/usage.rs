@@ -127,6 +127,16 @@ fn a_damaged_or_foreign_history_is_one_warning_and_is_replaced() {
 }
 
 #[test]
+fn a_named_file_that_is_no_history_is_left_as_it_is() {
+    let place = Place::new();
+    let file = place.dir.path().join("notes.txt");
+    fs::write(&file, "weights, or a letter").unwrap();
+    let output = place.run(&["--usage", file.to_str().unwrap()]);
+    assert_eq!(warnings(&output).len(), 1, "{}", stderr(&output));
+    assert_eq!(fs::read(&file).unwrap(), b"weights, or a letter");
+}
+
+#[test]
 fn a_model_that_cannot_be_written_has_its_history_in_the_state_directory() {
     let place = Place::new();
     // Root may write into any directory, but nobody can replace one by a file.

@@ -1,6 +1,6 @@
 //! From flags to a generation that can begin: settings, model, prompt, context, and how failures on the way are told.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use crate::checkpoint::{Arch, Checkpoint};
 use crate::engine::stop::StopMatcher;
@@ -11,7 +11,7 @@ use super::args::RunArgs;
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::usage::Usage;
-use super::{Failure, bundled, prompt, render, tuning};
+use super::{Failure, bundled, output, prompt, render, tuning};
 
 /// A generation of which everything is decided and nothing is loaded.
 pub struct Prepared {
@@ -33,17 +33,25 @@ pub struct Prepared {
     pub context: usize,
 }
 
+/// What a generation with these flags reads, as far as the user named it. What comes with the program is in no danger: it
+/// is copied from or made anew.
+pub fn inputs(args: &RunArgs, machine: &Machine) -> Vec<PathBuf> {
+    let model = args.model.clone().or_else(|| machine.variable("MILLSTREAM_MODEL").map(PathBuf::from));
+    model.into_iter().chain(args.mirror.iter().cloned()).chain(args.file.clone()).collect()
+}
+
 /// Prepares the generation that `args` ask for; none when the model's conversion was interrupted.
 pub fn prepare(args: &RunArgs, machine: &Machine) -> Result<Option<Prepared>, Failure> {
     let mut config = config::decide(args, machine)?;
     config.check_memory(machine)?;
     let text = prompt::read_prompt(args)?;
     let typed_ids = if args.ids { Some(prompt::parse_ids(&text)?) } else { None };
+    let inputs = inputs(args, machine);
     if let Some(path) = &args.timeline {
-        check_writable(path, "timeline")?;
+        output::check(path, "timeline", &inputs)?;
     }
     if let Some(path) = &args.stats_json {
-        check_writable(path, "statistics")?;
+        output::check(path, "statistics", &inputs)?;
     }
     let Some(checkpoint) = open_checkpoint(args, &mut config, machine)? else { return Ok(None) };
     let dir = checkpoint.dir.clone();
@@ -161,19 +169,4 @@ fn split_stops(
     ids.dedup();
     let stops = StopMatcher::new(texts).map_err(|e| Failure::usage(e.to_string()))?;
     Ok((ids, stops))
-}
-
-/// A file that cannot be written is better known before minutes of work than after. `what` goes into it.
-pub fn check_writable(path: &Path, what: &str) -> Result<(), Failure> {
-    let existed = path.exists();
-    let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
-    match opened {
-        Ok(_) if !existed => {
-            // Only a trial; a failure to remove it leaves an empty file that the statistics replace.
-            let _ = std::fs::remove_file(path);
-            Ok(())
-        }
-        Ok(_) => Ok(()),
-        Err(e) => Err(Failure::usage(format!("cannot write the {what} to {}", path.display())).cause(e)),
-    }
 }

@@ -12,6 +12,7 @@ mod interrupt;
 mod job;
 pub mod machine;
 mod notes;
+mod output;
 mod plan;
 mod printer;
 mod profile;

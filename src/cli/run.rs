@@ -16,7 +16,7 @@ use super::config::RunConfig;
 use super::job::{self, Prepared};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
-use super::{Done, Failure, hanging, interrupt, notes, render, size};
+use super::{Done, Failure, hanging, interrupt, notes, output, render, size};
 
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
@@ -85,8 +85,7 @@ pub fn perform(
     stats.stop_string = printer.stopped_by().map(str::to_owned);
     drop(printer);
     if let Some(path) = &args.timeline {
-        std::fs::write(path, engine.timeline())
-            .map_err(|e| Failure::work(format!("cannot write the timeline to {}", path.display())).cause(e))?;
+        output::write(path, "timeline", engine.timeline())?;
     }
     report(&stats, &config)?;
     hanging::leave(engine, args.quiet);
@@ -217,8 +216,7 @@ fn report(args: &RunArgs, stats: &Stats, config: &RunConfig) -> Result<(), Failu
     let cannot = |e: serde_json::Error| Failure::work("cannot write the statistics as JSON").cause(e);
     if let Some(path) = &args.stats_json {
         let json = serde_json::to_string_pretty(stats).map_err(cannot)? + "\n";
-        std::fs::write(path, json)
-            .map_err(|e| Failure::work(format!("cannot write the statistics to {}", path.display())).cause(e))?;
+        output::write(path, "statistics", json)?;
     }
     if args.json {
         let json = serde_json::to_string(stats).map_err(cannot)? + "\n";

@@ -3,8 +3,8 @@
 //! A profile is advice: it is found by what the machine, the file system and the model are, and where it cannot be read
 //! or belongs to others, one line says so and nothing else changes.
 
-use std::fs::{self, File};
-use std::io::{ErrorKind, Read, Write};
+use std::fs::File;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -18,7 +18,7 @@ use crate::limits::MAX_PROFILE_BYTES;
 
 use super::machine::Machine;
 use super::reading::Reading;
-use super::{Failure, bundled};
+use super::{Failure, bundled, output};
 
 /// Version of the fields of a profile.
 const SCHEMA_VERSION: u64 = 1;
@@ -144,19 +144,9 @@ pub fn save(dir: &Path, profile: &Profile) -> Result<PathBuf, Failure> {
         reason: profile.reason.clone(),
         gb_s: profile.gb_s,
     };
-    let temporary = dir.join(format!(".{}.tmp-{}", profile.key.file_name(), std::process::id()));
-    let write = || -> std::io::Result<()> {
-        let mut file = File::create(&temporary)?;
-        file.write_all((serde_json::to_string_pretty(&stored)? + "\n").as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&temporary, &path)?;
-        File::open(dir)?.sync_all()
-    };
-    write().map_err(|error| {
-        // Where it was renamed, it is gone already.
-        let _ = fs::remove_file(&temporary);
-        Failure::work(format!("cannot write the profile {}", path.display())).cause(error)
-    })?;
+    let text = serde_json::to_string_pretty(&stored)
+        .map_err(|e| Failure::work("cannot write the profile as JSON").cause(e))?;
+    output::write(&path, "profile", text + "\n")?;
     Ok(path)
 }
 
@@ -231,6 +221,8 @@ fn date_of(seconds: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use crate::cli::args::Chunk;
     use crate::engine::Depth;

@@ -2,6 +2,7 @@
 //!
 //! It is advice for the expert cache. Whatever is wrong with it costs one line of warning and the advice.
 
+use super::output;
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -73,6 +74,11 @@ impl Usage {
         let fingerprint = checkpoint.fingerprint();
         let (before, warning) = match read(&places, fingerprint) {
             Ok(before) => (before, None),
+            // A file that the user named and that is something else is not ours to replace.
+            Err(why) if matches!(choice, UsageChoice::File(_)) => {
+                places.clear();
+                (vec![], Some(format!("the usage history is neither used nor kept: {why}")))
+            }
             Err(why) => (vec![], Some(format!("the usage history is not used: {why}"))),
         };
         (Usage { fingerprint, places, before }, warning)
@@ -139,14 +145,7 @@ fn replace(place: &Path, bytes: &[u8]) -> std::io::Result<()> {
     if let Some(dir) = place.parent().filter(|dir| dir.ends_with("millstream/usage")) {
         fs::create_dir_all(dir)?;
     }
-    let mut name = place.as_os_str().to_owned();
-    name.push(format!(".tmp-{}", std::process::id()));
-    let made = PathBuf::from(name);
-    let written = fs::write(&made, bytes).and_then(|()| fs::rename(&made, place));
-    if written.is_err() {
-        let _ = fs::remove_file(&made);
-    }
-    written
+    output::replace(place, bytes)
 }
 
 #[cfg(test)]

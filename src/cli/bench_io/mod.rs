@@ -10,6 +10,7 @@ mod svg;
 mod table;
 
 use std::io::Write;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use millstream_io::measure::{Recommendation, Summary, Sweep, Target, recommend};
@@ -19,7 +20,7 @@ use crate::limits::SWEEP_DEPTH_MAX;
 
 use super::args::BenchIoArgs;
 use super::machine::Machine;
-use super::{Done, Failure, interrupt, render, size};
+use super::{Done, Failure, interrupt, output, render, size};
 use facts::Facts;
 use fio::FioSummary;
 use source::Source;
@@ -69,7 +70,8 @@ pub fn bench_io(args: &BenchIoArgs, machine: &Machine) -> Result<Done, Failure> 
         fio::check()?;
     }
     if let Some(path) = &args.svg {
-        super::job::check_writable(path, "chart")?;
+        let inputs: Vec<&PathBuf> = args.file.iter().chain(&args.model).collect();
+        output::check(path, "chart", &inputs)?;
     }
     let stop = interrupt::watch()?;
     let mut progress = render::Progress::new(args.quiet);
@@ -125,8 +127,7 @@ fn show(args: &BenchIoArgs, report: &Report) -> Result<Done, Failure> {
     };
     let closed = print(&text)?;
     if let Some(path) = &args.svg {
-        std::fs::write(path, svg::draw(report))
-            .map_err(|e| Failure::work(format!("cannot write {}", path.display())).cause(e))?;
+        output::write(path, "chart", svg::draw(report))?;
     }
     Ok(match closed {
         Some(done) => done,

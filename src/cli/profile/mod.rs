@@ -7,7 +7,7 @@ mod html;
 mod pictures;
 mod text;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use serde_json::{Value, json};
@@ -21,7 +21,7 @@ use super::machine::Machine;
 use super::printer::Show;
 use super::run::{self, Witness};
 use super::tuning::{self, Lookup};
-use super::{Done, Failure};
+use super::{Done, Failure, output};
 use facts::{Judgement, Known};
 
 /// Tokens generated when `-n` is not given: enough for percentiles, and for a cache to fill.
@@ -86,7 +86,7 @@ struct Ceiling {
 pub fn profile(args: &ProfileArgs, machine: &Machine) -> Result<Done, Failure> {
     let run_args = RunArgs { max_tokens: args.run.max_tokens.or(Some(TOKENS_DEFAULT)), ..args.run.clone() };
     if let Some(path) = &args.html {
-        job::check_writable(path, "page")?;
+        output::check(path, "page", &job::inputs(&run_args, machine))?;
     }
     let Some(prepared) = job::prepare(&run_args, machine)? else { return Ok(Done::Interrupted) };
     let (ceiling, known) = (ceiling(args, machine, &prepared), Known::of(&run_args, machine, &prepared));
@@ -107,10 +107,10 @@ pub fn profile(args: &ProfileArgs, machine: &Machine) -> Result<Done, Failure> {
     let judgement = known.judge(&stats, ceiling.as_ref());
     let report = Report { stats, seed, tokens: TokenTimes::of(&chosen), ceiling, judgement };
     if let Some(path) = &args.html {
-        write(path, &html::page(&report), "page")?;
+        output::write(path, "page", html::page(&report))?;
     }
     if let Some(path) = &args.run.stats_json {
-        write(path, &(pretty(&report)? + "\n"), "statistics")?;
+        output::write(path, "statistics", pretty(&report)? + "\n")?;
     }
     let shown = if args.run.json { compact(&report)? + "\n" } else { text::text(&report) };
     Ok(super::bench_io::print(&shown)?.unwrap_or(done))
@@ -175,11 +175,6 @@ fn compact(report: &Report) -> Result<String, Failure> {
 
 fn pretty(report: &Report) -> Result<String, Failure> {
     Ok(format!("{:#}", object(report)?))
-}
-
-fn write(path: &Path, text: &str, what: &str) -> Result<(), Failure> {
-    let cannot = |e| Failure::work(format!("cannot write the {what} to {}", path.display())).cause(e);
-    std::fs::write(path, text).map_err(cannot)
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use crate::limits::{ROUNDS_MAX, SWEEP_VALUES_MAX};
 use super::args::{self, Ram, RunArgs};
 use super::job::{self, Prepared};
 use super::machine::Machine;
-use super::{Done, Failure, render, size};
+use super::{Done, Failure, output, render, size};
 use measure::{Arm, Measured};
 
 /// Rounds when `-r` is not given.
@@ -124,7 +124,7 @@ pub fn sweep(args: &SweepArgs, machine: &Machine) -> Result<Done, Failure> {
     };
     values.sort_unstable();
     values.dedup();
-    check(knob, &values, common)?;
+    check(knob, &values, common, machine)?;
     let run_args = run_args(knob, &values, common);
     let Some(prepared) = job::prepare(&run_args, machine)? else { return Ok(Done::Interrupted) };
     if values.is_empty() {
@@ -144,8 +144,7 @@ pub fn sweep(args: &SweepArgs, machine: &Machine) -> Result<Done, Failure> {
     let text = if common.run.json { show::json(&report) } else { show::text(&report) };
     let closed = super::bench_io::print(&text)?;
     if let Some(path) = &common.svg {
-        std::fs::write(path, picture::draw(&report))
-            .map_err(|e| Failure::work(format!("cannot write the picture to {}", path.display())).cause(e))?;
+        output::write(path, "picture", picture::draw(&report))?;
     }
     Ok(match closed {
         Some(done) => done,
@@ -156,7 +155,7 @@ pub fn sweep(args: &SweepArgs, machine: &Machine) -> Result<Done, Failure> {
 }
 
 /// Refuses what makes no sweep, before a model is opened.
-fn check(knob: Knob, values: &[u64], common: &Common) -> Result<(), Failure> {
+fn check(knob: Knob, values: &[u64], common: &Common, machine: &Machine) -> Result<(), Failure> {
     let varied = match knob {
         Knob::Ram => common.run.ram.is_some(),
         Knob::Threads => common.run.threads.is_some(),
@@ -174,7 +173,7 @@ fn check(knob: Knob, values: &[u64], common: &Common) -> Result<(), Failure> {
             .hint("--json prints every sample of the sweep"));
     }
     match &common.svg {
-        Some(path) => job::check_writable(path, "picture"),
+        Some(path) => output::check(path, "picture", &job::inputs(&common.run, machine)),
         None => Ok(()),
     }
 }

@@ -96,12 +96,6 @@ fn read(path: &Path) -> Result<Trace, Failure> {
     Ok(trace)
 }
 
-/// Writes a trace under a name that either holds all of it or what it held before.
-fn write(path: &Path, trace: &Trace) -> Result<(), Failure> {
-    let cannot = |e: std::io::Error| Failure::work(format!("cannot write the trace {}", path.display())).cause(e);
-    fs::write(path, trace.encode()).map_err(cannot)
-}
-
 /// The model of a trace, in words.
 fn shape(trace: &Trace) -> String {
     let header = trace.header();

@@ -7,10 +7,9 @@ use crate::engine::Finish;
 use crate::model::tokenizer::TokenizerError;
 use crate::store::trace::{Recorder, Trace};
 
-use super::write;
 use crate::cli::args::RunArgs;
 use crate::cli::machine::Machine;
-use crate::cli::{Done, Failure, config, interrupt, job, prompt, render, run, size};
+use crate::cli::{Done, Failure, config, interrupt, job, output, prompt, render, run, size};
 
 /// Tokens of a sequence when a text is recorded and no context is asked for.
 const TEXT_CONTEXT: usize = 1024;
@@ -37,7 +36,7 @@ pub struct RecordArgs {
 
 /// Records.
 pub fn record(args: &RecordArgs, machine: &Machine) -> Result<Done, Failure> {
-    job::check_writable(&args.out, "trace")?;
+    output::check(&args.out, "trace", &job::inputs(&args.run, machine))?;
     let mut recorded = None;
     let done = if args.text {
         record_text(args, machine, &mut recorded)
@@ -45,7 +44,7 @@ pub fn record(args: &RecordArgs, machine: &Machine) -> Result<Done, Failure> {
         run::run_recorded(&args.run, machine, &mut recorded)
     }?;
     let Some(trace) = recorded.map(Recorder::finish) else { return Ok(done) };
-    write(&args.out, &trace)?;
+    output::write(&args.out, "trace", trace.encode())?;
     render::note(args.run.quiet, &wrote(args, &trace));
     Ok(done)
 }

@@ -1,5 +1,6 @@
 //! `trace report`: what is in traces, as text, JSON and a picture.
 
+use crate::cli::output;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
@@ -9,7 +10,7 @@ use crate::store::trace::Trace;
 use crate::store::trace::report::{LayerReport, Report};
 
 use super::{print, read_all, shape, svg};
-use crate::cli::{Done, Failure, job, size};
+use crate::cli::{Done, Failure, size};
 
 /// Columns of the picture in text.
 const COLUMNS: usize = 64;
@@ -39,13 +40,12 @@ pub struct ReportArgs {
 pub fn report(args: &ReportArgs) -> Result<Done, Failure> {
     let traces = read_all(&args.traces)?;
     if let Some(path) = &args.svg {
-        job::check_writable(path, "picture")?;
+        output::check(path, "picture", &args.traces)?;
     }
     let report = Report::of(&traces.iter().collect::<Vec<_>>());
     let head = head(&traces);
     if let Some(path) = &args.svg {
-        std::fs::write(path, svg::draw(&head, &report))
-            .map_err(|e| Failure::work(format!("cannot write the picture to {}", path.display())).cause(e))?;
+        output::write(path, "picture", svg::draw(&head, &report))?;
     }
     print(&if args.json { json_text(&traces, &report) } else { text(&head, &report) })
 }

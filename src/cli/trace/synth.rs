@@ -1,12 +1,11 @@
 //! `trace synth`: the trace of a made-up router.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::limits::{MAX_EXPERTS, MAX_LAYERS, MAX_TOP_K};
 use crate::store::trace::synth::{Shape, synthesize};
 
-use super::write;
-use crate::cli::{Done, Failure, job};
+use crate::cli::{Done, Failure, output};
 
 /// Flags of `trace synth`.
 #[derive(Debug, clap::Args)]
@@ -60,10 +59,10 @@ pub fn synth(args: &SynthArgs) -> Result<Done, Failure> {
     if !(0.0..=1.0).contains(&args.repeat) {
         return Err(Failure::usage(format!("--repeat {} is not between 0 and 1", args.repeat)));
     }
-    job::check_writable(&args.out, "trace")?;
+    output::check::<&Path>(&args.out, "trace", &[])?;
     let &SynthArgs { layers, experts, top_k, skew, repeat, seed, .. } = args;
     let (tokens, topic) = (args.tokens as usize, args.topic as usize);
     let trace = synthesize(&Shape { layers, experts, top_k, tokens, skew, repeat, topic, seed });
-    write(&args.out, &trace)?;
+    output::write(&args.out, "trace", trace.encode())?;
     Ok(Done::Whole)
 }
