@@ -82,6 +82,8 @@ pub const TRIAL_TOKENS_MAX: usize = 256;
 pub const CHECKED_RUN_GAP_MAX: u64 = 64;
 /// Largest slab that the check of checksums reads into. A longer run is hashed in parts.
 pub const CHECK_SLAB_BYTES_MAX: usize = 8 << 20;
+/// Experts not in memory any more whose copies are read again when a drive gave wrong bytes: 1.2 GB of the largest.
+pub const GONE_CHECKED_MAX: usize = 64;
 /// Threads that hash. One is faster than one drive; several drives, or a slow processor, need more.
 pub const CHECK_WORKERS_MAX: usize = 4;
 /// Bytes of one step in a routing trace: every layer's choices and guesses for as many rows as a step may have.

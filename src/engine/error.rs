@@ -129,6 +129,10 @@ impl EngineError {
             EngineError::Damaged(_) | EngineError::Forward(ForwardError::Store(StoreError::Damaged(_))) => Some(
                 "`millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again".into(),
             ),
+            EngineError::Forward(ForwardError::Store(StoreError::Spoilt(_))) => Some(
+                "run again without the copy that the warning names: leave that --mirror out, or copy its files anew"
+                    .into(),
+            ),
             EngineError::TooSmall(e) if e.by_user => {
                 Some(format!("the smallest --ram that works is {}; a shorter context (-c) needs less", e.typed()))
             }

@@ -89,7 +89,7 @@ impl Engine {
             self.times.before_decode = self.readings();
             self.decode(job, cancel, on_token, observe, &mut ids)
         });
-        self.experts.store.drop_guesses();
+        let result = self.end_reads().and(result);
         self.meter.lap(Stage::Other);
         self.times.tokens = ids.len();
         let finish = match result {
@@ -116,7 +116,7 @@ impl Engine {
             self.observed_step(&Step { tokens: chunk, form, logits: Logits::All, cancel }, observe)?;
             scores.extend_from_slice(self.state.logits());
         }
-        self.experts.store.drop_guesses();
+        self.end_reads()?;
         Ok(scores)
     }
 
@@ -131,6 +131,7 @@ impl Engine {
                 other => other?,
             }
         }
+        self.experts.store.confirm().map_err(ForwardError::Store)?;
         Ok(Finish::Length)
     }
 
@@ -159,7 +160,14 @@ impl Engine {
             scores.extend_from_slice(state.logits());
         }
         experts.store.drop_guesses();
+        experts.store.confirm().map_err(ForwardError::Store)?;
         Ok(scores)
+    }
+
+    /// Nothing is read ahead any more. Fails where what was served turned out to be wrong.
+    fn end_reads(&mut self) -> Result<(), EngineError> {
+        self.experts.store.drop_guesses();
+        Ok(self.experts.store.confirm().map_err(ForwardError::Store)?)
     }
 
     fn prefill(&mut self, prompt: &[u32], cancel: &AtomicBool, observe: &mut Observe) -> Result<(), EngineError> {

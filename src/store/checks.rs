@@ -2,12 +2,14 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
-use millstream_io::{FileSet, FileSpan};
+use millstream_io::{FileSet, FileSpan, Slab};
 use thiserror::Error;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-use super::{ExpertKey, ExpertTable};
+use super::{ExpertKey, ExpertStore, ExpertTable, StoreError};
+use crate::limits::GONE_CHECKED_MAX;
 
 /// Which reads of experts are checked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,7 +17,9 @@ pub enum Verify {
     /// None.
     Off,
     /// The first read of an expert, with a probability of 1 / [`SAMPLE_ONE_IN`]: finds a drive or a copy that is bad in
-    /// many places, seldom one bad place, and costs next to nothing.
+    /// many places, seldom one bad place, and costs next to nothing. Where there are mirrors the first [`SAMPLE_FIRST`]
+    /// are checked, whatever they are: a copy that is no copy is found before it is used. Once something was wrong, every
+    /// read is.
     #[default]
     Sample,
     /// Every one.
@@ -24,6 +28,8 @@ pub enum Verify {
 
 /// Of so many experts the sample takes one.
 pub const SAMPLE_ONE_IN: u64 = 64;
+/// First reads that the sample takes where there are mirrors: a tenth of a second of hashing for the largest experts.
+pub const SAMPLE_FIRST: u32 = 64;
 
 /// An expert whose bytes are not those that were written.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -52,6 +58,12 @@ pub struct Checks {
     expected: Vec<Option<u64>>,
     /// Whether a read of the expert has come in and was not refused.
     seen: Vec<bool>,
+    /// Whether one came in unchecked.
+    passed: Vec<bool>,
+    /// First reads that are still to be checked whatever the seed draws.
+    pub(super) first: u32,
+    /// Something was wrong: every read is checked.
+    doubt: bool,
     /// Where the experts are, for messages and to read a damaged one again.
     files: Option<Arc<FileSet>>,
 }
@@ -59,7 +71,16 @@ pub struct Checks {
 impl Checks {
     /// Checks of nothing.
     pub fn off() -> Checks {
-        Checks { verify: Verify::Off, seed: 0, expected: vec![], seen: vec![], files: None }
+        Checks {
+            verify: Verify::Off,
+            seed: 0,
+            expected: vec![],
+            seen: vec![],
+            passed: vec![],
+            first: 0,
+            doubt: false,
+            files: None,
+        }
     }
 
     /// Checks of the experts in `table` for which `expected` knows the span and the hash. `seed` decides the sample;
@@ -77,46 +98,93 @@ impl Checks {
         };
         let expected: Vec<Option<u64>> = table.keys().map(hash).collect();
         let unchecked = expected.iter().filter(|hash| hash.is_none()).count();
-        (Checks { verify, seed, seen: vec![false; expected.len()], expected, files: Some(files) }, unchecked)
+        let (seen, passed) = (vec![false; expected.len()], vec![false; expected.len()]);
+        let first = if files.drives() > 1 { SAMPLE_FIRST } else { 0 };
+        (Checks { verify, seed, expected, seen, passed, first, doubt: false, files: Some(files) }, unchecked)
     }
 
     /// Whether this read of `key` is to be checked.
-    pub(super) fn due(&self, table: &ExpertTable, key: ExpertKey) -> bool {
+    fn due(&self, table: &ExpertTable, key: ExpertKey) -> bool {
         let index = table.index(key);
         match self.verify {
             Verify::Off => false,
             Verify::All => self.expected[index].is_some(),
-            Verify::Sample => self.expected[index].is_some() && !self.seen[index] && self.drawn(index),
+            Verify::Sample => {
+                let sampled = !self.seen[index] && (self.first > 0 || self.drawn(index));
+                self.expected[index].is_some() && (self.doubt || sampled)
+            }
         }
+    }
+
+    /// What is wrong with the bytes of `key` in `slab`.
+    pub(super) fn wrong(&self, table: &ExpertTable, key: ExpertKey, slab: &[u8]) -> Option<Damaged> {
+        let (files, (span, place), expected) =
+            (self.files.as_ref()?, table.whole(key)?, self.expected[table.index(key)]?);
+        let found = xxh3_64(&slab[place.at as usize..][..place.len as usize]);
+        (found != expected).then(|| Damaged { key, shard: files.path(span.file).to_owned(), span, expected, found })
     }
 
     /// Compares the bytes that were read into `slab`; where they are wrong and there are mirrors, puts those of a copy
-    /// that is right in their place. A refused expert stays unseen, so that it is refused again.
-    pub(super) fn check(&self, table: &ExpertTable, key: ExpertKey, slab: &mut [u8]) -> Result<(), Damaged> {
-        let (Some((span, place)), Some(expected)) = (table.whole(key), self.expected[table.index(key)]) else {
-            return Ok(());
-        };
+    /// that is right in their place, and says so. A refused expert stays unseen, so that it is refused again.
+    fn check(&self, table: &ExpertTable, key: ExpertKey, slab: &mut [u8]) -> Result<bool, Damaged> {
+        let Some(damaged) = self.wrong(table, key, slab) else { return Ok(false) };
+        let (Some(files), Some((span, place))) = (&self.files, table.whole(key)) else { return Err(damaged) };
         let bytes = &mut slab[place.at as usize..][..place.len as usize];
-        let found = xxh3_64(bytes);
-        if found == expected {
-            return Ok(());
-        }
-        let Some(files) = &self.files else { return Ok(()) };
-        if right_copy(files, span, expected, bytes) {
-            return Ok(());
-        }
-        Err(Damaged { key, shard: files.path(span.file).to_owned(), span, expected, found })
+        right_copy(files, span, damaged.expected, bytes).then_some(true).ok_or(damaged)
     }
 
     /// A read of `key` was taken in.
-    pub(super) fn saw(&mut self, table: &ExpertTable, key: ExpertKey) {
+    fn saw(&mut self, table: &ExpertTable, key: ExpertKey, checked: bool) {
         if self.verify == Verify::Sample {
             self.seen[table.index(key)] = true;
+            self.passed[table.index(key)] |= !checked;
+            self.first = self.first.saturating_sub(1);
         }
+    }
+
+    /// Whether this is the first time that something is in doubt. Where every read is checked nothing ever is.
+    fn begin_doubt(&mut self) -> bool {
+        self.verify == Verify::Sample && !std::mem::replace(&mut self.doubt, true)
+    }
+
+    /// A wrong copy of one of the experts that were taken in unchecked and that `gone` says are not there any more. Some are looked
+    /// at, from all layers: what is bad in many places is found, in a bounded time.
+    pub(super) fn wrong_copy_of_gone(&self, table: &ExpertTable, gone: impl Fn(usize) -> bool) -> Option<Damaged> {
+        let files = self.files.as_ref()?;
+        let gone: Vec<ExpertKey> =
+            table.keys().filter(|&key| self.passed[table.index(key)] && gone(table.index(key))).collect();
+        let some = gone.iter().step_by(gone.len().div_ceil(GONE_CHECKED_MAX).max(1));
+        some.flat_map(|&key| (0..files.drives()).map(move |drive| (key, drive))).find_map(|(key, drive)| {
+            let ((span, _), expected) = (table.whole(key)?, self.expected[table.index(key)]?);
+            let mut bytes = vec![0; span.len as usize];
+            files.read_copy(span.file, drive, span.offset, &mut bytes)?.ok()?;
+            let shard = files.copy_path(span.file, drive)?.to_owned();
+            let found = xxh3_64(&bytes);
+            (found != expected).then_some(Damaged { key, shard, span, expected, found })
+        })
     }
 
     fn drawn(&self, index: usize) -> bool {
         xxh3_64_with_seed(&(index as u64).to_le_bytes(), self.seed).is_multiple_of(SAMPLE_ONE_IN)
+    }
+}
+
+impl ExpertStore {
+    /// Compares what was read with its hash, where this read is one to check.
+    pub(super) fn checked(&mut self, key: ExpertKey, slab: &mut Slab) -> Result<(), StoreError> {
+        let due = self.checks.due(&self.table, key);
+        if due {
+            let began = Instant::now();
+            let outcome = self.checks.check(&self.table, key, slab.bytes_mut());
+            self.stats.checked += 1;
+            if outcome != Ok(false) && self.checks.begin_doubt() {
+                self.check_what_was_taken_in();
+            }
+            self.stats.checking += began.elapsed();
+            self.stats.healed += u64::from(outcome?);
+        }
+        self.checks.saw(&self.table, key, due);
+        Ok(())
     }
 }
 

@@ -10,6 +10,7 @@
 //! [`ExpertStore::hint`] reads what a later request is expected to ask for; see [`guesses`].
 
 mod checks;
+mod doubt;
 mod guesses;
 pub mod history;
 mod placement;
@@ -29,7 +30,8 @@ use thiserror::Error;
 
 use crate::kernels::WeightRef;
 use crate::meter::Recent;
-pub use checks::{Checks, Damaged, SAMPLE_ONE_IN, Verify};
+pub use checks::{Checks, Damaged, SAMPLE_FIRST, SAMPLE_ONE_IN, Verify};
+use doubt::Spoilt;
 use guesses::Guesses;
 use placement::Placement;
 pub use placement::Tier;
@@ -61,6 +63,14 @@ pub enum StoreError {
     /// The read went well and the bytes are wrong; the store stays usable and keeps nothing of them.
     #[error(transparent)]
     Damaged(#[from] Damaged),
+    /// What was served before was wrong, and is found out only now: what was computed from it is of no worth. The store
+    /// stays usable and keeps nothing of it.
+    #[error(
+        "what was computed so far is wrong: expert {} of layer {} was used, and its {} bytes at {} of {} had the \
+         checksum {:016x}, expected {:016x}",
+        .0.key.expert, .0.key.layer, .0.span.len, .0.span.offset, .0.shard.display(), .0.found, .0.expected
+    )]
+    Spoilt(Damaged),
     /// The device itself failed; every later request fails too.
     #[error("the read device stopped working")]
     Device(#[source] IoError),
@@ -100,8 +110,12 @@ pub struct StoreStats {
     pub reads: u64,
     /// Sum over reads of the time from submission to completion.
     pub service: Duration,
-    /// Reads whose bytes were compared with their hash.
+    /// Reads whose bytes were compared with their hash, and experts that were when others had been wrong.
     pub checked: u64,
+    /// Of those reads, wrong ones that the bytes of another copy put right.
+    pub healed: u64,
+    /// Of those experts, wrong ones that were in memory.
+    pub discarded: u64,
     /// Time that took.
     pub checking: Duration,
 }
@@ -165,6 +179,7 @@ pub struct ExpertStore {
     /// Who is told of long waits, and the files to name.
     watch: Option<(Watch, Arc<FileSet>)>,
     checks: Checks,
+    spoilt: Spoilt,
     stats: StoreStats,
     /// When the read into each slot was submitted, and the last reads; empty unless reads are recorded.
     submitted: Vec<Instant>,
@@ -205,6 +220,7 @@ impl ExpertStore {
             given_up: false,
             watch: None,
             checks: Checks::off(),
+            spoilt: Spoilt::default(),
             stats: StoreStats::default(),
             submitted: vec![],
             reads: Recent::new(0),
@@ -325,6 +341,7 @@ impl ExpertStore {
         );
         self.settle()?;
         self.given_up = false;
+        self.let_go_of_wrong()?;
         if let Some(dead) = &self.dead {
             return Err(StoreError::Device(dead.clone()));
         }
@@ -361,6 +378,7 @@ impl ExpertStore {
     /// On an error the rest of the request is dropped: reads under way are waited for and kept.
     pub fn next_ready(&mut self) -> Result<Option<Lease>, StoreError> {
         loop {
+            self.confirm_or_abandon()?;
             if let Some(slot) = self.ready.pop_front() {
                 let Content::Resting(key, _) = &self.slots[slot as usize] else {
                     unreachable!("slot {slot} is ready but holds no expert");
@@ -591,19 +609,6 @@ impl ExpertStore {
             self.guess_arrived(slot, key, result.is_ok());
         }
         Ok(true)
-    }
-
-    /// Compares what was read with its hash, where this read is one to check.
-    fn checked(&mut self, key: ExpertKey, slab: &mut Slab) -> Result<(), StoreError> {
-        if self.checks.due(&self.table, key) {
-            let began = Instant::now();
-            let outcome = self.checks.check(&self.table, key, slab.bytes_mut());
-            self.stats.checked += 1;
-            self.stats.checking += began.elapsed();
-            outcome?;
-        }
-        self.checks.saw(&self.table, key);
-        Ok(())
     }
 
     fn died(&mut self, e: IoError) -> StoreError {

@@ -154,6 +154,11 @@ impl Placement {
         self.users[slot as usize] += 1;
     }
 
+    /// Whether the slot is in use.
+    pub(super) fn is_held(&self, slot: u32) -> bool {
+        self.users[slot as usize] > 0
+    }
+
     /// The slot is in use once less.
     pub(super) fn let_go(&mut self, slot: u32) {
         self.users[slot as usize] -= 1;

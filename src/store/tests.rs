@@ -2,6 +2,8 @@
 
 // Declared as a test file, for the scanner of tests/tidy.rs.
 #[cfg(test)]
+mod doubt;
+#[cfg(test)]
 mod hung;
 
 use std::collections::VecDeque;
@@ -453,6 +455,7 @@ proptest! {
                 }
                 Err(StoreError::Device(e)) => prop_assert!(false, "the device lives: {e}"),
                 Err(StoreError::Damaged(e)) => prop_assert!(false, "nothing is checked: {e}"),
+                Err(StoreError::Spoilt(e)) => prop_assert!(false, "nothing is checked: {e}"),
                 Err(StoreError::GivenUp) => prop_assert!(false, "nobody watches"),
             }
             assert_no_slab_is_lost(&store);

@@ -111,7 +111,9 @@ impl ExpertStore {
                     outcome = Err(StoreError::Device(e));
                 }
                 // What failed is of no interest any more.
-                Ok(()) | Err(StoreError::Read { .. } | StoreError::Damaged(_)) => self.let_go_of_ready(),
+                Ok(()) | Err(StoreError::Read { .. } | StoreError::Damaged(_) | StoreError::Spoilt(_)) => {
+                    self.let_go_of_ready()
+                }
             }
         }
         // A read that a dying device gave back would be missing again.
