@@ -133,8 +133,40 @@ fn wrong_bytes_of_a_mirror_are_read_again_from_the_model() {
         let warnings = engine.warnings();
         assert!(warnings.len() == 1, "{reader:?}: {warnings:?}");
         let path = dir.path().to_string_lossy();
+        let drives: Vec<_> = engine.stats().io.drives.iter().map(|drive| (drive.wrong, drive.dropped)).collect();
+        assert_eq!(drives, [(false, false), (true, true)], "{reader:?}");
         let parts = [&*path, "have the checksum", "this mirror is not read any more"];
         assert!(parts.iter().all(|part| warnings[0].contains(part)), "{reader:?}: {warnings:?}");
+    }
+}
+
+/// A model whose mirror has the right headers and wrong weights, sampled: no seed lets wrong text pass for an answer.
+#[test]
+fn a_mirror_of_other_weights_is_found_by_the_sample_or_ends_the_run() {
+    let dir = mirror(1);
+    damage(dir.path());
+    let model = ARITHMETIC.model.dir();
+    let run = |mirrored: bool, more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+        command.args(["run", "-q", "-n", "16", "--temp", "0", "-p", "Once upon a time"]).args(more);
+        command.arg("-m").arg(&model);
+        if mirrored {
+            command.arg("--mirror").arg(dir.path());
+        }
+        command.output().unwrap()
+    };
+    let expected = run(false, &[]);
+    assert!(expected.status.success(), "{}", String::from_utf8_lossy(&expected.stderr));
+    for seed in ["1", "2", "3", "4", "5", "6"] {
+        let found = run(true, &["--seed", seed]);
+        let text = String::from_utf8_lossy(&found.stderr);
+        assert!(text.contains("this mirror is not read any more"), "quiet hides notes and no damage: {text}");
+        if found.status.success() {
+            assert_eq!(found.stdout, expected.stdout, "seed {seed}");
+        } else {
+            assert_eq!(found.status.code(), Some(1), "seed {seed}");
+            assert!(text.contains("what was computed so far is wrong") && text.contains("hint: "), "{text}");
+        }
     }
 }
 
@@ -177,7 +209,7 @@ fn statistics_and_notes_name_the_drives() {
     let expected = [ARITHMETIC.model.dir(), whole.path().to_owned(), part.path().to_owned()];
     assert_eq!(paths, expected.iter().map(|path| path.to_str().unwrap()).collect::<Vec<_>>());
     assert_eq!(stats.io.drives.iter().map(|drive| drive.bytes).sum::<u64>(), stats.io.bytes);
-    assert!(stats.io.drives.iter().all(|drive| drive.errors == 0));
+    assert!(stats.io.drives.iter().all(|drive| drive.errors == 0 && !drive.wrong && !drive.dropped));
 
     let engine = open(&with(&[], Reader::Threads), Reader::Threads).unwrap();
     assert!(engine.stats().io.drives.is_empty(), "one drive is no list of drives");

@@ -242,7 +242,12 @@ pub fn drive_text(drive: &DriveUse) -> String {
         1 => ", 1 request failed".into(),
         errors => format!(", {} requests failed", size::grouped(errors)),
     };
-    format!("{} {}{rate}{failed}", drive.path, size::show(drive.bytes))
+    let wrong = match (drive.wrong, drive.dropped) {
+        (_, true) => ", gave wrong bytes and is not read any more",
+        (true, false) => ", gave wrong bytes",
+        (false, false) => "",
+    };
+    format!("{} {}{rate}{failed}{wrong}", drive.path, size::show(drive.bytes))
 }
 
 fn stage_table(text: &mut String, stats: &Stats) {
@@ -337,14 +342,20 @@ memory  123 MB at its peak: 5.00 MB resident weights, 9.00 MB expert cache, 200 
 
     #[test]
     fn each_drive_of_several_has_its_share_and_its_rate() {
-        let drive =
-            |path: &str, bytes, busy_s, errors| DriveUse { path: path.into(), bytes, busy_s, gb_s: None, errors };
+        let drive = |path: &str, bytes, busy_s, errors| DriveUse {
+            path: path.into(),
+            bytes,
+            busy_s,
+            errors,
+            dropped: errors == 1,
+            ..DriveUse::default()
+        };
         let drives =
             vec![drive("/a", 3_000_000_000, 1.5, 0), drive("/b", 500_000_000, 2.0, 1), drive("/c", 0, 0.0, 12)];
         let mut stats = Stats { io: IoStats { drives, ..IoStats::default() }, ..Stats::default() };
         stats.derive();
-        let expected =
-            "\ndrives  /a 3.00 GB at 2.00 GB/s; /b 500 MB at 0.25 GB/s, 1 request failed; /c 0 B, 12 requests failed\n";
+        let expected = "\ndrives  /a 3.00 GB at 2.00 GB/s; /b 500 MB at 0.25 GB/s, 1 request failed, \
+                        gave wrong bytes and is not read any more; /c 0 B, 12 requests failed\n";
         assert!(stats_text(&stats, None).contains(expected), "{}", stats_text(&stats, None));
     }
 

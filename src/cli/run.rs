@@ -75,7 +75,7 @@ pub fn perform(
         return Err(Failure::work("cannot write the answer to standard output").cause(error));
     }
     for line in engine.warnings() {
-        render::note(args.quiet, &line);
+        render::note(args.quiet && !engine.warns_of_damage(), &line);
     }
     let outcome = outcome.map_err(|e| files.failure(e))?;
     let mut stats = engine.stats();

@@ -226,6 +226,11 @@ impl Engine {
     pub fn warnings(&self) -> Vec<String> {
         self.files.warnings()
     }
+
+    /// Whether a warning is about bytes that failed their checksum: then the user must see it, however quiet he likes it.
+    pub fn warns_of_damage(&self) -> bool {
+        (0..self.files.drives()).any(|drive| self.files.was_wrong(drive))
+    }
 }
 
 fn traced(checkpoint: &Checkpoint, store: &ExpertStore) -> trace::Header {

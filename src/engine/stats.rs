@@ -219,6 +219,10 @@ pub struct DriveUse {
     pub gb_s: Option<f64>,
     /// Requests it failed, which went to another drive where one had the bytes.
     pub errors: u64,
+    /// Whether it gave bytes that failed their checksum.
+    pub wrong: bool,
+    /// Whether it is a mirror and not read any more for that.
+    pub dropped: bool,
 }
 
 /// Where experts came from.
@@ -252,8 +256,12 @@ pub struct ExpertStats {
     pub lookahead_recall: Option<f64>,
     /// Share of the experts guessed that were asked for.
     pub lookahead_precision: Option<f64>,
-    /// Reads compared with their checksum.
+    /// Experts compared with their checksum.
     pub verified: u64,
+    /// Of those, wrong ones that were put right from another copy as they were read.
+    pub healed: u64,
+    /// Of those, wrong ones in memory, which were discarded: the generation fails where there are any.
+    pub discarded: u64,
     /// Time that took, on the thread that computes.
     pub verify_s: f64,
 }
@@ -329,6 +337,8 @@ impl Engine {
                 lookahead_recall: (guesses.asked > 0).then(|| guesses.right as f64 / guesses.asked as f64),
                 lookahead_precision: (guesses.guessed > 0).then(|| guesses.right as f64 / guesses.guessed as f64),
                 verified: store.checked,
+                healed: store.healed,
+                discarded: store.discarded,
                 verify_s: store.checking.as_secs_f64(),
             },
             memory: MemoryStats {
@@ -390,6 +400,8 @@ impl Engine {
             busy_s: (now.busy_ns - before.busy_ns) as f64 / 1e9,
             gb_s: None,
             errors: now.errors - before.errors,
+            wrong: self.files.was_wrong(drive),
+            dropped: drive > 0 && self.files.was_wrong(drive),
         });
         uses.collect()
     }

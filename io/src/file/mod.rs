@@ -175,6 +175,11 @@ impl FileSet {
         self.drives[drive].told_wrong.call_once(|| self.warn(line()));
     }
 
+    /// Whether wrong bytes of a drive have been told. Panics for a number that is not of this set.
+    pub fn was_wrong(&self, drive: usize) -> bool {
+        self.drives[drive].told_wrong.is_completed()
+    }
+
     /// Whether every path still leads to the file that was opened, unchanged.
     ///
     /// # Errors

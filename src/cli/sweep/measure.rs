@@ -179,7 +179,7 @@ impl Bench<'_> {
             return Ok(None);
         }
         for line in engine.warnings() {
-            render::note(self.quiet, &line);
+            render::note(self.quiet && !engine.warns_of_damage(), &line);
         }
         let mut stats = engine.stats();
         run::complete(&mut stats, &outcome, &config, self.machine, Path::new(&self.dir));
