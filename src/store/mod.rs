@@ -7,7 +7,7 @@
 //! A slot is empty, in flight (its slab belongs to the device), or resting (its slab holds an expert). Leased and wanted
 //! slots are held: eviction never takes them. What it takes, [`policy`] decides.
 //!
-//! [`ExpertStore::hint`] reads what a later request is expected to ask for; see [`guesses`].
+//! [`ExpertStore::hint`] reads what a later request is expected to ask for; `guesses.rs` has the rules.
 
 mod checks;
 mod doubt;

@@ -1,6 +1,6 @@
 //! Which experts the router chose, step by step and layer by layer: what a cache policy is judged by.
 //!
-//! A trace is made while a model runs and replayed without it. [`format`] is its form in a file, [`synth`] makes traces of
+//! A trace is made while a model runs and replayed without it. [`mod@format`] is its form in a file, [`synth`] makes traces of
 //! models that are not there, [`simulate`] replays them, and [`report`] says what is in them.
 
 pub mod format;
