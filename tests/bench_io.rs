@@ -2,6 +2,9 @@
 #![allow(clippy::unwrap_used)]
 #![allow(unsafe_code)]
 
+#[path = "common/program.rs"]
+mod program;
+
 use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -10,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
+use program::{refused, stderr, stdout};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
 };
@@ -40,27 +44,10 @@ fn file_in(dir: &TempDir) -> PathBuf {
     path
 }
 
-fn stderr(output: &Output) -> &str {
-    std::str::from_utf8(&output.stderr).unwrap()
-}
-
-fn stdout(output: &Output) -> &str {
-    std::str::from_utf8(&output.stdout).unwrap()
-}
-
 #[track_caller]
 fn json(output: &Output) -> Value {
     assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
     serde_json::from_slice(&output.stdout).unwrap()
-}
-
-#[track_caller]
-fn refused(output: &Output, code: i32, words: &[&str]) {
-    assert_eq!(output.status.code(), Some(code), "{}", stderr(output));
-    assert_eq!(stdout(output), "");
-    for word in words {
-        assert!(stderr(output).contains(word), "no {word:?} in: {}", stderr(output));
-    }
 }
 
 fn entries(dir: &Path) -> usize {

@@ -2,11 +2,15 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "common/program.rs"]
+mod program;
+
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 
+use program::{program, refused, stderr, stdout};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -22,16 +26,9 @@ fn cache() -> &'static Path {
     CACHE.get_or_init(|| tempfile::tempdir().unwrap()).path()
 }
 
-/// The program without any of the caller's settings.
 fn millstream(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-    let settings = std::env::vars_os().map(|(name, _)| name).filter(|n| n.to_string_lossy().starts_with("MILLSTREAM_"));
-    settings.for_each(|name| {
-        command.env_remove(name);
-    });
-    // Nor any of the caches that the caller may have.
-    command.args(arguments).env("XDG_CACHE_HOME", cache()).env("TMPDIR", cache());
-    command.env("XDG_STATE_HOME", cache()).stdin(Stdio::null());
+    let mut command = program(cache());
+    command.args(arguments);
     command
 }
 
@@ -39,28 +36,11 @@ fn run(arguments: &[&str]) -> Output {
     millstream(&[&["run"], arguments].concat()).output().unwrap()
 }
 
-fn stdout(output: &Output) -> &str {
-    std::str::from_utf8(&output.stdout).unwrap()
-}
-
-fn stderr(output: &Output) -> &str {
-    std::str::from_utf8(&output.stderr).unwrap()
-}
-
 #[track_caller]
 fn answer(arguments: &[&str]) -> String {
     let output = run(arguments);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     stdout(&output).to_owned()
-}
-
-#[track_caller]
-fn refused(output: &Output, code: i32, words: &[&str]) {
-    assert_eq!(output.status.code(), Some(code), "{}", stderr(output));
-    assert_eq!(stdout(output), "");
-    for word in words {
-        assert!(stderr(output).contains(word), "no {word:?} in: {}", stderr(output));
-    }
 }
 
 fn reference(prompt: &str) -> Value {

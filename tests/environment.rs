@@ -4,6 +4,9 @@
 #![allow(clippy::unwrap_used)]
 #![allow(unsafe_code)]
 
+#[path = "common/program.rs"]
+mod program;
+
 use std::ffi::CString;
 use std::fs::Permissions;
 use std::io;
@@ -14,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 
+use program::forget_settings;
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use tempfile::TempDir;
 
@@ -31,9 +35,7 @@ fn generation(model: &Path, extra: &[&str]) -> Command {
     command.args(["run", "-p", "Tell me a story about a fox.", "-n", "24", "--temp", "0", "--ram", "10M", "-m"]);
     // No tuning profile of whoever runs this.
     command.arg(model).args(extra).env("XDG_STATE_HOME", "/dev/null/nowhere").stdin(Stdio::null());
-    for name in ["MODEL", "RAM", "THREADS", "IO", "DEVICE"] {
-        command.env_remove(format!("MILLSTREAM_{name}"));
-    }
+    forget_settings(&mut command);
     command
 }
 

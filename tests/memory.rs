@@ -1,6 +1,10 @@
 //! The memory that a run says it takes is the memory it takes: under a control group's limit, and under `--ram`.
 #![allow(clippy::unwrap_used)]
 
+#[path = "common/program.rs"]
+mod program;
+
+use program::forget_settings;
 use serde_json::Value;
 use std::fs;
 use std::io;
@@ -28,15 +32,8 @@ fn model() -> &'static Path {
 
 fn millstream() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-    clean(&mut command);
+    forget_settings(&mut command);
     command
-}
-
-/// Takes the caller's settings away.
-fn clean(command: &mut Command) {
-    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MILLSTREAM_")) {
-        command.env_remove(name);
-    }
 }
 
 /// A prompt that changes its topic: tokens of one half of the vocabulary, then of the other, whose experts are others.
@@ -156,7 +153,7 @@ impl Group {
     /// The program `name` inside of the group.
     fn command(&self, name: &str, arguments: &[String]) -> Command {
         let mut command = Command::new("sh");
-        clean(&mut command);
+        forget_settings(&mut command);
         command.arg("-c").arg("echo $$ > \"$0/cgroup.procs\" && exec \"$@\"").arg(&self.dir);
         command.arg(name).args(arguments);
         command

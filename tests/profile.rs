@@ -1,24 +1,14 @@
 //! `profile` as a whole command on the bundled model: its numbers add up, and are those of the run it reports on.
 #![allow(clippy::unwrap_used)]
 
-use std::path::Path;
-use std::process::{Command, Output, Stdio};
+#[path = "common/program.rs"]
+mod program;
 
+use std::process::Output;
+
+use program::{done, json, program, stderr, stdout};
 use serde_json::Value;
 use tempfile::TempDir;
-
-/// The program with none of the caller's settings, and its files in `home`.
-fn millstream(home: &Path, arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-    let settings = std::env::vars_os().map(|(name, _)| name).filter(|n| n.to_string_lossy().starts_with("MILLSTREAM_"));
-    settings.for_each(|name| {
-        command.env_remove(name);
-    });
-    for name in ["HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "TMPDIR"] {
-        command.env(name, home);
-    }
-    command.args(arguments).stdin(Stdio::null()).output().unwrap()
-}
 
 /// A generation of twelve tokens, with room for few experts.
 const RUN: [&str; 15] = [
@@ -41,26 +31,7 @@ const RUN: [&str; 15] = [
 
 fn profile(extra: &[&str]) -> Output {
     let home = TempDir::new().unwrap();
-    millstream(home.path(), &[&["profile"], &RUN[..], extra].concat())
-}
-
-fn stdout(output: &Output) -> &str {
-    std::str::from_utf8(&output.stdout).unwrap()
-}
-
-fn stderr(output: &Output) -> &str {
-    std::str::from_utf8(&output.stderr).unwrap()
-}
-
-#[track_caller]
-fn done(output: Output) -> Output {
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    output
-}
-
-#[track_caller]
-fn json(output: &Output) -> Value {
-    serde_json::from_slice(&output.stdout).unwrap()
+    program(home.path()).args(&[&["profile"], &RUN[..], extra].concat()).output().unwrap()
 }
 
 #[test]
@@ -86,7 +57,7 @@ fn the_stages_add_up_to_the_wall_and_the_experts_to_what_was_asked_for() {
 #[test]
 fn it_is_the_run_that_it_reports_on() {
     let home = TempDir::new().unwrap();
-    let run = json(&done(millstream(home.path(), &[&["run"], &RUN[..], &["--json"]].concat())));
+    let run = json(&done(program(home.path()).args(&[&["run"], &RUN[..], &["--json"]].concat()).output().unwrap()));
     let report = json(&done(profile(&["--json"])));
     assert_eq!(report["ids"], run["ids"]);
     assert_eq!(report["ids"].as_array().unwrap().len(), 12);
@@ -108,7 +79,8 @@ fn the_answer_is_shown_when_asked_for_and_the_report_stands_on_stdout() {
     let ids = json(&done(profile(&["--json"])))["ids"].clone();
     let ids: Vec<String> = ids.as_array().unwrap().iter().map(Value::to_string).collect();
     let home = TempDir::new().unwrap();
-    let shown = done(millstream(home.path(), &[&["profile"], &RUN[..RUN.len() - 1], &["-v"]].concat()));
+    let shown =
+        done(program(home.path()).args(&[&["profile"], &RUN[..RUN.len() - 1], &["-v"]].concat()).output().unwrap());
     assert_eq!(stdout(&shown).lines().next(), Some(ids.join(" ").as_str()));
 }
 

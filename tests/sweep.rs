@@ -3,26 +3,15 @@
 #![allow(clippy::unwrap_used)]
 #![allow(unsafe_code)]
 
-use std::io::{BufRead, BufReader};
-use std::path::Path;
-use std::process::{Command, Output, Stdio};
+#[path = "common/program.rs"]
+mod program;
 
+use std::io::{BufRead, BufReader};
+use std::process::{Output, Stdio};
+
+use program::{program, stderr, stdout};
 use serde_json::Value;
 use tempfile::TempDir;
-
-/// The program with none of the caller's settings, and its files in `home`.
-fn millstream(home: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-    let settings = std::env::vars_os().map(|(name, _)| name).filter(|n| n.to_string_lossy().starts_with("MILLSTREAM_"));
-    settings.for_each(|name| {
-        command.env_remove(name);
-    });
-    for name in ["HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "TMPDIR"] {
-        command.env(name, home);
-    }
-    command.args(arguments).stdin(Stdio::null());
-    command
-}
 
 /// A generation of eight tokens.
 const RUN: [&str; 13] = [
@@ -43,15 +32,7 @@ const RUN: [&str; 13] = [
 
 fn sweep(knob: &str, extra: &[&str]) -> Output {
     let home = TempDir::new().unwrap();
-    millstream(home.path(), &[&["sweep", knob], &RUN[..], extra].concat()).output().unwrap()
-}
-
-fn stdout(output: &Output) -> &str {
-    std::str::from_utf8(&output.stdout).unwrap()
-}
-
-fn stderr(output: &Output) -> &str {
-    std::str::from_utf8(&output.stderr).unwrap()
+    program(home.path()).args(&[&["sweep", knob], &RUN[..], extra].concat()).output().unwrap()
 }
 
 #[track_caller]
@@ -63,7 +44,7 @@ fn json(output: &Output, code: i32) -> Value {
 /// Ids that `run` generates.
 fn run_ids() -> Value {
     let home = TempDir::new().unwrap();
-    let output = millstream(home.path(), &[&["run"], &RUN[..], &["--json"]].concat()).output().unwrap();
+    let output = program(home.path()).args(&[&["run"], &RUN[..], &["--json"]].concat()).output().unwrap();
     json(&output, 0)["ids"].clone()
 }
 
@@ -107,7 +88,7 @@ fn the_range_of_memory_is_found_from_the_least_that_works_to_where_every_expert_
     let home = TempDir::new().unwrap();
     let run = |ram: u64| {
         let ram = ram.to_string();
-        millstream(home.path(), &[&["run"], &RUN[..], &["--ram", &ram]].concat()).output().unwrap().status.code()
+        program(home.path()).args(&[&["run"], &RUN[..], &["--ram", &ram]].concat()).output().unwrap().status.code()
     };
     assert_eq!((run(values[0]), run(values[0] - 1)), (Some(0), Some(1)), "the least is the least");
     // Five layers of 32 experts; what is read by the largest is read once.
@@ -151,7 +132,8 @@ fn an_interrupt_shows_what_was_measured() {
     let home = TempDir::new().unwrap();
     // More rounds than anybody waits for.
     let arguments = [&["sweep", "threads"], &RUN[..12], &["--values", "1,2", "-r", "1000", "--json"]].concat();
-    let mut child = millstream(home.path(), &arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child =
+        program(home.path()).args(&arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut said = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
     assert!(said.any(|line| line.starts_with("run ")), "it says which run it is at");
     let pid = i32::try_from(child.id()).unwrap();

@@ -1,11 +1,15 @@
 //! Models with drawn weights: the same bytes every time, shapes as published, and every command takes them for models.
 #![allow(clippy::unwrap_used, clippy::result_large_err)]
 
+#[path = "common/program.rs"]
+mod program;
+
 use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::checkpoint::synth::{Precision, Preset, SynthOptions, synth};
 use millstream::checkpoint::write::{Cancel, Progress};
 use millstream::checkpoint::{Checkpoint, CheckpointError};
 use millstream::engine::{Engine, EngineConfig, Memory};
+use program::forget_settings;
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -45,9 +49,7 @@ fn contents(dir: &Path) -> BTreeMap<String, Vec<u8>> {
 
 fn millstream(arguments: &[&str], dir: &Path) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MILLSTREAM_")) {
-        command.env_remove(name);
-    }
+    forget_settings(&mut command);
     command.args(arguments).current_dir(dir).output().unwrap()
 }
 

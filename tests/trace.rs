@@ -1,16 +1,19 @@
 //! `trace` as whole commands: what is recorded is what the router chose, and what is said about it is so.
 #![allow(clippy::unwrap_used)]
 
+#[path = "common/program.rs"]
+mod program;
+
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::Output;
 use std::sync::OnceLock;
 
 use millstream::checkpoint::Checkpoint;
 use millstream::engine::{Engine, EngineConfig, Memory, PolicyKind, Switch};
 use millstream::store::trace::simulate::Requests;
 use millstream::store::trace::{Recorder, Trace, TraceError};
-use serde_json::Value;
+use program::{done, json, program, refused, stderr, stdout};
 use tempfile::TempDir;
 
 fn tales() -> PathBuf {
@@ -18,44 +21,9 @@ fn tales() -> PathBuf {
 }
 
 fn trace(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-    let settings = std::env::vars_os().map(|(name, _)| name).filter(|n| n.to_string_lossy().starts_with("MILLSTREAM_"));
-    settings.for_each(|name| {
-        command.env_remove(name);
-    });
     static HOME: OnceLock<TempDir> = OnceLock::new();
     let home = HOME.get_or_init(|| tempfile::tempdir().unwrap()).path();
-    for name in ["HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "TMPDIR"] {
-        command.env(name, home);
-    }
-    command.arg("trace").args(arguments).stdin(Stdio::null()).output().unwrap()
-}
-
-fn stdout(output: &Output) -> &str {
-    std::str::from_utf8(&output.stdout).unwrap()
-}
-
-fn stderr(output: &Output) -> &str {
-    std::str::from_utf8(&output.stderr).unwrap()
-}
-
-#[track_caller]
-fn done(output: Output) -> Output {
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    output
-}
-
-#[track_caller]
-fn refused(output: &Output, code: i32, words: &[&str]) {
-    assert_eq!(output.status.code(), Some(code), "{}", stderr(output));
-    assert_eq!(stdout(output), "");
-    for word in words {
-        assert!(stderr(output).contains(word), "no {word:?} in: {}", stderr(output));
-    }
-}
-
-fn json(output: &Output) -> Value {
-    serde_json::from_slice(&output.stdout).unwrap()
+    program(home).arg("trace").args(arguments).output().unwrap()
 }
 
 fn path(dir: &TempDir, name: &str) -> String {

@@ -3,12 +3,16 @@
 #![allow(clippy::unwrap_used)]
 #![allow(unsafe_code)]
 
+#[path = "common/program.rs"]
+mod program;
+
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 
+use program::{forget_settings, refused, stderr};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -30,9 +34,7 @@ fn container() -> &'static Path {
 /// The program, with its state below `state` and none of the caller's settings.
 fn millstream(state: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-    for name in ["MODEL", "RAM", "THREADS", "IO", "DEVICE"] {
-        command.env_remove(format!("MILLSTREAM_{name}"));
-    }
+    forget_settings(&mut command);
     command.args(arguments).env("XDG_STATE_HOME", state).stdin(Stdio::null());
     command
 }
@@ -48,23 +50,10 @@ fn run(state: &Path, extra: &[&str]) -> Command {
     millstream(state, &[&fixed, extra].concat())
 }
 
-fn stderr(output: &Output) -> &str {
-    std::str::from_utf8(&output.stderr).unwrap()
-}
-
 #[track_caller]
 fn parsed(output: &Output) -> Value {
     assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
     serde_json::from_slice(&output.stdout).unwrap()
-}
-
-#[track_caller]
-fn refused(output: &Output, code: i32, words: &[&str]) {
-    assert_eq!(output.status.code(), Some(code), "{}", stderr(output));
-    assert!(output.stdout.is_empty());
-    for word in words {
-        assert!(stderr(output).contains(word), "no {word:?} in: {}", stderr(output));
-    }
 }
 
 fn profiles(state: &Path) -> Vec<PathBuf> {

@@ -2,12 +2,16 @@
 //! ever more than a warning.
 #![allow(clippy::unwrap_used)]
 
+#[path = "common/program.rs"]
+mod program;
+
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::Output;
 
 use millstream::checkpoint::Checkpoint;
 use millstream::store::history;
+use program::{program, stderr};
 use tempfile::TempDir;
 
 const NAME: &str = ".millstream-usage";
@@ -45,19 +49,11 @@ impl Place {
 
     /// Four tokens of prompt and five of answer, seen by the router: eight of them.
     fn run(&self, extra: &[&str]) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-        let settings =
-            std::env::vars_os().map(|(name, _)| name).filter(|n| n.to_string_lossy().starts_with("MILLSTREAM_"));
-        settings.for_each(|name| {
-            command.env_remove(name);
-        });
-        for name in ["HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TMPDIR"] {
-            command.env(name, self.dir.path());
-        }
+        let mut command = program(self.dir.path());
         command.env("XDG_STATE_HOME", self.dir.path().join("state"));
         command.args(["run", "-m"]).arg(self.model());
         command.args(["--ids", "-p", "1 2 3 4", "-n", "5", "--ignore-eos", "--temp", "0"]).args(extra);
-        let output = command.stdin(Stdio::null()).output().unwrap();
+        let output = command.output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         output
     }
@@ -66,10 +62,6 @@ impl Place {
         let fingerprint = Checkpoint::open(&self.model()).unwrap().fingerprint();
         history::decode(&fs::read(path).unwrap(), fingerprint).unwrap()
     }
-}
-
-fn stderr(output: &Output) -> &str {
-    std::str::from_utf8(&output.stderr).unwrap()
 }
 
 /// Warnings about the history.

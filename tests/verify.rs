@@ -4,6 +4,8 @@
 
 #[path = "common/engines.rs"]
 mod engines;
+#[path = "common/program.rs"]
+mod program;
 #[path = "common/safetensors.rs"]
 mod safetensors;
 
@@ -24,6 +26,7 @@ use millstream_io::{
     Completion, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, FileSet, IoError, IoMode, Read, Rejected,
     SimConfig, SimFault, Slab, SlabPool, Wait, open_device, sim_device,
 };
+use program::forget_settings;
 use serde_json::{Map, Value};
 use tempfile::TempDir;
 
@@ -414,9 +417,7 @@ fn a_damaged_resident_weight_is_refused_where_everything_is_checked() {
 
 fn millstream(arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-    for name in ["MODEL", "RAM", "THREADS", "IO", "DEVICE"] {
-        command.env_remove(format!("MILLSTREAM_{name}"));
-    }
+    forget_settings(&mut command);
     // No tuning profile of whoever runs this.
     command.args(arguments).env("XDG_STATE_HOME", "/dev/null/nowhere").stdin(Stdio::null()).output().unwrap()
 }
