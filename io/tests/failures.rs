@@ -15,11 +15,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use common::{
     Kind, Model, check_bytes, child, demand, is_root, kinds, open, open_to_all, plan_of, span, succeeded, write_file,
 };
+use millstream_io::limits::AGAIN_MAX;
 use millstream_io::{
     Access, Device, DeviceConfig, DeviceKind, Errno, FileId, FileSet, IoError, IoMode, PageKind, Priority, Read,
     Segment, Segments, SlabPool, Wait, open_device,
 };
-use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -55,6 +58,43 @@ fn forbid_io_uring(action: SeccompAction) {
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, action, arch).unwrap();
     let program = BpfProgram::try_from(filter).unwrap();
     seccompiler::apply_filter(&program).unwrap();
+}
+
+/// Answers `pread` of `len` bytes with `errno`, in this thread and those it starts.
+fn refuse_reads_of(len: u64, errno: i32) {
+    let arch = TargetArch::try_from(std::env::consts::ARCH).unwrap();
+    let such = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, len).unwrap();
+    let rules = [(libc::SYS_pread64, vec![SeccompRule::new(vec![such]).unwrap()])].into();
+    let action = SeccompAction::Errno(errno as u32);
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, action, arch).unwrap();
+    seccompiler::apply_filter(&BpfProgram::try_from(filter).unwrap()).unwrap();
+}
+
+/// The kernel itself says `EAGAIN`, every time, to the threads of one device; the file is fine.
+#[test]
+fn a_read_that_is_put_off_for_ever_is_repeated_so_often_and_no_more_and_others_are_served() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write_file(dir.path(), 0, MIB);
+    let served = std::thread::spawn(move || {
+        refuse_reads_of(12_288, libc::EAGAIN);
+        let files = Arc::new(FileSet::open(std::slice::from_ref(&path), IoMode::Buffered).unwrap());
+        let pool = SlabPool::new(MIB as usize, 1).unwrap();
+        let mut device = open_device(&config(DeviceKind::Threads), files.clone(), &pool).unwrap();
+        let mut read = |len: u32| {
+            let segment = Segment { file: FileId(0), offset: 4096, len, at: 0, want: len };
+            let segments = Segments::from_slice(&[segment]).unwrap();
+            device.submit(Read { tag: 0, priority: Priority::Demand, segments }, pool.take().unwrap()).unwrap();
+            let done = device.reap(Wait::Block).unwrap().unwrap();
+            let right = done.slab.bytes()[..len as usize] == std::fs::read(&path).unwrap()[4096..4096 + len as usize];
+            (done.result.map(|()| right), device.stats().retries)
+        };
+        [read(12_288), read(8192)]
+    });
+    let [(put_off, retries), (other, retries_after)] = served.join().unwrap();
+    let Err(IoError::Read { range, errno }) = put_off else { panic!("{put_off:?}") };
+    assert_eq!((errno.0, range.offset, range.wanted, range.got), (libc::EAGAIN, 4096, 12_288, 0));
+    assert_eq!(retries, u64::from(AGAIN_MAX));
+    assert_eq!((other, retries_after), (Ok(true), retries));
 }
 
 fn config(kind: DeviceKind) -> DeviceConfig {
