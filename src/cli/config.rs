@@ -9,8 +9,7 @@ use serde_json::Value as Json;
 
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory, PolicyKind, Switch, Verify};
-use crate::kernels::Isa;
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory};
 
 use super::Failure;
 use super::args::{self, Chunk, KernelChoice, Ram, RunArgs, Seed};
@@ -82,20 +81,10 @@ pub struct RunConfig {
     pub ram: Option<u64>,
     /// Whether what was found out by tuning counts.
     pub tuning: bool,
-    available: u64,
-    mirrors: Vec<PathBuf>,
     reading: Reading,
     asked: Asked,
-    isa: Option<Isa>,
-    activations: Activations,
-    attention: AttentionForm,
-    dsa: Dsa,
-    verify: Verify,
-    pipeline: Switch,
-    prefetch: Switch,
-    timeline: bool,
-    policy: PolicyKind,
-    pins: Switch,
+    /// What the engine is told besides.
+    engine: EngineConfig,
     /// Where selections are remembered.
     pub usage: UsageChoice,
     /// How often each expert was chosen in earlier runs; known once the model is.
@@ -141,27 +130,16 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     let mirrors = decide_mirrors(args, &mut settings)?;
     let tuning = args.tuning.unwrap_or(true);
     settings.add("tuning", args::TUNING.name(tuning), flag_or_default(&args.tuning));
-    let pipeline = args.pipeline.unwrap_or_default();
-    settings.add("pipeline", args::SWITCH.name(pipeline), flag_or_default(&args.pipeline));
-    let prefetch = args.prefetch.unwrap_or_default();
-    settings.add("prefetch", args::SWITCH.name(prefetch), flag_or_default(&args.prefetch));
-    let kernels = args.kernels.unwrap_or(KernelChoice::Auto);
-    settings.add("kernels", kernels.to_string(), flag_or_default(&args.kernels));
-    let activations = args.activations.unwrap_or(Activations::Int8);
-    settings.add("activations", args::ACTIVATIONS.name(activations), flag_or_default(&args.activations));
-    let attention = args.attention.unwrap_or(AttentionForm::Auto);
-    settings.add("attention", args::ATTENTION.name(attention), flag_or_default(&args.attention));
-    let dsa = args.dsa.unwrap_or(Dsa::Auto);
-    settings.add("dsa", args::DSA.name(dsa), flag_or_default(&args.dsa));
-    let policy = args.policy.unwrap_or_default();
-    settings.add("policy", policy.name(), flag_or_default(&args.policy));
     let usage = args.usage.clone().unwrap_or_default();
     settings.add("usage", usage.name(), flag_or_default(&args.usage));
-    let pins = args.pins.unwrap_or_default();
-    settings.add("pins", args::SWITCH.name(pins), flag_or_default(&args.pins));
-    let verify = args.verify.unwrap_or_default();
-    settings.add("verify", args::VERIFY.name(verify), flag_or_default(&args.verify));
-
+    let mut engine = EngineConfig {
+        mirrors,
+        verify_seed: sampling.seed,
+        timeline: args.timeline.is_some(),
+        ..EngineConfig::new(machine.memory.available)
+    };
+    decide_arithmetic(args, &mut engine, &mut settings);
+    decide_experts(args, &mut engine, &mut settings);
     Ok(RunConfig {
         model,
         sampling,
@@ -175,24 +153,10 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
             Ram::Auto => None,
             Ram::Bytes(bytes) => Some(bytes),
         },
-        available: machine.memory.available,
         tuning,
-        mirrors,
         reading,
         asked,
-        isa: match kernels {
-            KernelChoice::Auto => None,
-            KernelChoice::Isa(isa) => Some(isa),
-        },
-        activations,
-        attention,
-        dsa,
-        verify,
-        pipeline,
-        prefetch,
-        timeline: args.timeline.is_some(),
-        policy,
-        pins,
+        engine,
         usage,
         history: Vec::new(),
     })
@@ -202,23 +166,11 @@ impl RunConfig {
     /// What the engine needs, for a context of `context` tokens.
     pub fn engine(&self, context: usize) -> EngineConfig {
         self.reading.configure(EngineConfig {
-            mirrors: self.mirrors.clone(),
             memory: Memory::Total(self.ram),
             threads: self.threads,
             context: Some(context),
-            isa: self.isa,
-            activations: self.activations,
-            attention: self.attention,
-            dsa: self.dsa,
-            pipeline: self.pipeline,
-            prefetch: self.prefetch,
-            timeline: self.timeline,
-            verify: self.verify,
-            verify_seed: self.sampling.seed,
-            policy: self.policy,
-            pins: self.pins,
             history: self.history.clone(),
-            ..EngineConfig::new(self.available)
+            ..self.engine.clone()
         })
     }
 
@@ -230,7 +182,7 @@ impl RunConfig {
             Lookup::Found(profile) => *profile,
         };
         let Profile { date, reading: best, .. } = profile;
-        if !self.mirrors.is_empty() {
+        if !self.engine.mirrors.is_empty() {
             return Some(format!("the tune of {date} read one drive, and is left aside for several"));
         }
         let before = self.reading;
@@ -400,6 +352,36 @@ fn decide_mirrors(args: &RunArgs, settings: &mut Settings) -> Result<Vec<PathBuf
     let shown: Vec<String> = args.mirror.iter().map(|dir| dir.display().to_string()).collect();
     settings.add("mirror", shown, if args.mirror.is_empty() { "default" } else { "flag" });
     Ok(args.mirror.clone())
+}
+
+/// How numbers are computed.
+fn decide_arithmetic(args: &RunArgs, engine: &mut EngineConfig, settings: &mut Settings) {
+    let kernels = args.kernels.unwrap_or(KernelChoice::Auto);
+    settings.add("kernels", kernels.to_string(), flag_or_default(&args.kernels));
+    engine.isa = match kernels {
+        KernelChoice::Auto => None,
+        KernelChoice::Isa(isa) => Some(isa),
+    };
+    engine.activations = args.activations.unwrap_or(Activations::Int8);
+    settings.add("activations", args::ACTIVATIONS.name(engine.activations), flag_or_default(&args.activations));
+    engine.attention = args.attention.unwrap_or(AttentionForm::Auto);
+    settings.add("attention", args::ATTENTION.name(engine.attention), flag_or_default(&args.attention));
+    engine.dsa = args.dsa.unwrap_or(Dsa::Auto);
+    settings.add("dsa", args::DSA.name(engine.dsa), flag_or_default(&args.dsa));
+}
+
+/// When experts are read, which of them stay, and which are checked.
+fn decide_experts(args: &RunArgs, engine: &mut EngineConfig, settings: &mut Settings) {
+    engine.pipeline = args.pipeline.unwrap_or_default();
+    settings.add("pipeline", args::SWITCH.name(engine.pipeline), flag_or_default(&args.pipeline));
+    engine.prefetch = args.prefetch.unwrap_or_default();
+    settings.add("prefetch", args::SWITCH.name(engine.prefetch), flag_or_default(&args.prefetch));
+    engine.policy = args.policy.unwrap_or_default();
+    settings.add("policy", engine.policy.name(), flag_or_default(&args.policy));
+    engine.pins = args.pins.unwrap_or_default();
+    settings.add("pins", args::SWITCH.name(engine.pins), flag_or_default(&args.pins));
+    engine.verify = args.verify.unwrap_or_default();
+    settings.add("verify", args::VERIFY.name(engine.verify), flag_or_default(&args.verify));
 }
 
 fn decide_sampling(args: &RunArgs, settings: &mut Settings) -> Result<Sampling, Failure> {
