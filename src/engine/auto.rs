@@ -60,6 +60,11 @@ impl Chooser {
         self.until_probe == 0 || matches!(self.state, State::Probed { .. })
     }
 
+    /// Whether the next step is one that a probe is compared with.
+    pub(super) fn is_compared(&self) -> bool {
+        matches!(self.state, State::Probed { .. })
+    }
+
     /// How the next step is to be taken; `may_probe` is whether the switch may be turned for it.
     pub(super) fn next(&mut self, may_probe: bool) -> bool {
         match self.state {

@@ -224,7 +224,7 @@ impl Engine {
             experts.pipeline = chooser.next(free);
         }
         if let Some(chooser) = prefetch {
-            let free = pipeline.as_ref().is_none_or(|pipeline| !pipeline.is_probing() || !free);
+            let free = pipeline.as_ref().is_none_or(|pipeline| !pipeline.is_compared());
             experts.prefetch = chooser.next(free);
         }
     }

@@ -101,7 +101,7 @@ pub(super) fn judge(overlap: &OverlapStats, attention_s: f64, hit_rate: Option<f
     }
     if 2.0 * attention_s > overlap.compute_busy_s {
         let share = percent(attention_s / overlap.wall_s);
-        return (Verdict::AttentionBound, format!("{share} of the time was attention: a shorter context, --dsa on"));
+        return (Verdict::AttentionBound, format!("{share} of the time was attention: a shorter context"));
     }
     let share = percent(overlap.compute_busy_s / overlap.wall_s);
     (Verdict::ComputeBound, format!("{share} of the time was arithmetic: more --threads, or fewer bits a weight"))
