@@ -95,7 +95,6 @@ pub const PIN_SHARE_PERCENT_MAX: u64 = 50;
 /// Bytes of a routing trace that is read: a million tokens of the largest published model.
 pub const MAX_TRACE_BYTES: u64 = 1 << 30;
 
-const _: () = assert!(WAIT_STEP.as_nanos() < HUNG_AFTER.as_nanos());
 /// Visits of stages, and reads, that a timeline keeps: some fifty tokens of the largest model, 7 MB.
 pub const TIMELINE_EVENTS_MAX: usize = 1 << 16;
 /// Steps between two trials of a switch while little is known of it.
@@ -103,6 +102,8 @@ pub const PROBE_PAUSE_MIN: u32 = 2;
 /// Most steps between them: a drive that changes is noticed within a few minutes.
 pub const PROBE_PAUSE_MAX: u32 = 256;
 
+const _: () = assert!(WAIT_STEP.as_nanos() < HUNG_AFTER.as_nanos());
+const _: () = assert!(PIN_SHARE_PERCENT_MAX <= 100 && SECONDS_MIN < SECONDS_MAX);
 const _: () = assert!(MAX_EXPERTS <= u16::MAX as usize + 1);
 const _: () = assert!(MAX_TOP_K <= MAX_EXPERTS);
 const _: () = assert!(MAX_GROUPS <= MAX_EXPERTS);

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 
-use program::{program, refused, stderr, stdout};
+use program::{done, json, program, refused, stderr, stdout};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -291,6 +291,42 @@ fn no_file_that_a_command_reads_is_written_over() {
         refused(&millstream(arguments).output().unwrap(), 2, &["which this command reads", "hint:"]);
     }
     assert_eq!(std::fs::read(&shard).unwrap(), before);
+}
+
+#[test]
+fn a_plan_adds_up_and_its_graph_has_every_need_before_it() {
+    let model = bundled();
+    let plan = |extra: &[&str]| {
+        let model = model.to_str().unwrap();
+        millstream(&[&["plan", "-m", model, "--ram", "40M", "-c", "4096"], extra].concat()).output().unwrap()
+    };
+    let report = json(&done(plan(&["--json", "--graph"])));
+    let budget = |name: &str| report["budget"][name].as_u64().unwrap();
+    assert_eq!((budget("total"), &report["budget"]["source"]), (40 << 20, &"asked for".into()));
+    // Six layers of 4096 positions of 80 + 16 floats.
+    assert_eq!(budget("kv"), 6 * 4096 * 96 * 4);
+    let parts = ["resident", "kv", "reconstruction", "activations", "experts"];
+    let left = budget("total") - parts.iter().map(|part| budget(part)).sum::<u64>();
+    let slots = report["slots"].as_u64().unwrap();
+    assert!(left < budget("experts") / slots, "room for another expert is left: {report}");
+    // Five routed layers of 32 experts, four a token.
+    assert_eq!((&report["experts"], &report["experts_per_token"]), (&160.into(), &20.into()));
+    assert_eq!(report["expected_hit_rate"].as_f64().unwrap(), slots as f64 / 160.0);
+    let graph = report["graph"].as_array().unwrap();
+    let needs = |at: usize| graph[at]["needs"].as_array().unwrap().iter().map(|at| at.as_u64().unwrap() as usize);
+    for (at, node) in graph.iter().enumerate() {
+        assert!(needs(at).all(|need| need < at), "{node}");
+        let requested = |need: usize| graph[need]["stage"] == "request" && graph[need]["layer"] == node["layer"];
+        assert!(node["stage"] != "experts" || needs(at).any(requested), "{node}");
+    }
+    assert_eq!(graph.iter().filter(|node| node["stage"] == "experts").count(), 5);
+    let dot = stdout(&done(plan(&["--dot"]))).to_owned();
+    assert_eq!(dot.matches(" -> ").count(), (0..graph.len()).map(|at| needs(at).count()).sum::<usize>());
+    assert!(stdout(&done(plan(&[]))).starts_with("memory: "));
+    let small = millstream(&["plan", "-m", model.to_str().unwrap(), "--ram", "20M"]).output().unwrap();
+    refused(&small, 1, &["21.0 MB may be used", "hint: the smallest --ram that works"]);
+    let long = millstream(&["plan", "-m", model.to_str().unwrap(), "-c", "9999"]).output().unwrap();
+    refused(&long, 2, &["9999", "4096"]);
 }
 
 #[test]

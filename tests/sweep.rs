@@ -158,6 +158,7 @@ fn what_makes_no_sweep_is_refused() {
         ("threads", &["--values", "1G"], "from 1 to"),
         ("threads", &["-r", "0"], "from 1 to"),
         ("threads", &["--stats-json", "x.json"], "--stats-json is of one run"),
+        ("threads", &["--timeline", "x.json"], "--timeline is of one run"),
         ("threads", &["--svg", "/proc/none/x.svg"], "cannot write the picture"),
         ("depth", &[], "depth"),
         ("ram", &["-m", "/no/such/model"], "/no/such/model does not exist"),

@@ -516,8 +516,17 @@ pub fn parse_seconds(text: &str) -> Result<f64, String> {
     }
 }
 
-fn parse_rounds(text: &str) -> Result<usize, String> {
+/// Reads a number of repetitions.
+pub fn parse_rounds(text: &str) -> Result<usize, String> {
     in_range(text, 1, ROUNDS_MAX)
+}
+
+/// Reads a rate, in GB/s.
+pub fn parse_rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate.is_finite() && rate > 0.0 => Ok(rate),
+        _ => Err("it must be a number of GB/s above 0, such as 3.1".to_owned()),
+    }
 }
 
 fn in_range(text: &str, min: usize, max: usize) -> Result<usize, String> {

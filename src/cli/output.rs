@@ -1,4 +1,4 @@
-//! Files that a command writes beside its answer: whole or not at all, and never over what the command reads.
+//! What a command writes: its answer, and files beside it, which are whole or not there and never over what is read.
 
 use std::fmt::Display;
 use std::fs::{self, File, Metadata, OpenOptions};
@@ -6,7 +6,17 @@ use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::Failure;
+use super::{Done, Failure};
+
+/// Writes to stdout; `Some` where nobody reads it any more.
+pub fn print(text: &str) -> Result<Option<Done>, Failure> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(Some(Done::PipeClosed)),
+        Err(error) => Err(Failure::work("cannot write the result to standard output").cause(error)),
+    }
+}
 
 /// Refuses, before the work that fills it, a file that could not be written, and one of `inputs` by whatever name: files,
 /// or directories with all that lies in them. Writes nothing. `what` goes into the file.

@@ -1,6 +1,5 @@
 //! The `plan` command: where everything would live, what a token would read, and the stages it would go through.
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use serde_json::{Value as Json, json};
@@ -11,9 +10,9 @@ use crate::engine::config::DEFAULT_CONTEXT;
 use crate::engine::{Engine, StageGraph, Switch};
 
 use super::args::{self, Ram, RunArgs};
-use super::config::{self, ModelChoice};
+use super::config;
 use super::machine::Machine;
-use super::{Done, Failure, bundled, size};
+use super::{Done, Failure, job, output, size};
 
 /// Flags of `plan`.
 #[derive(Debug, clap::Args)]
@@ -36,7 +35,7 @@ pub struct PlanArgs {
     #[arg(short, long, visible_alias = "context", value_name = "N", value_parser = args::parse_context)]
     ctx_size: Option<usize>,
     /// What the drive reads, in GB/s, as bench-io measures it: adds what that allows
-    #[arg(long, value_name = "GB/S", value_parser = parse_rate)]
+    #[arg(long, value_name = "GB/S", allow_negative_numbers = true, value_parser = args::parse_rate)]
     disk: Option<f64>,
     /// Read ahead what the next layer's router will probably choose: auto, on or off [default: auto]
     #[arg(long, value_name = "WHEN", value_parser = |text: &str| args::SWITCH.parse(text))]
@@ -55,36 +54,24 @@ pub struct PlanArgs {
 /// Prints the plan.
 pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
     let run = RunArgs { model: args.model.clone(), ram: args.ram, prefetch: args.prefetch, ..args::plain_run() };
-    let config = config::decide(&run, machine)?;
+    let mut config = config::decide(&run, machine)?;
     config.check_memory(machine)?;
-    let checkpoint = match &config.model {
-        ModelChoice::Dir(dir) => bundled::open(dir)?,
-        ModelChoice::Bundled(source) => match bundled::container(source, machine, false)? {
-            Some(checkpoint) => checkpoint,
-            None => return Ok(Done::Interrupted),
-        },
-    };
+    let Some(checkpoint) = job::open_checkpoint(&run, &mut config, machine)? else { return Ok(Done::Interrupted) };
     let context = args.ctx_size.unwrap_or(checkpoint.arch.max_context.min(DEFAULT_CONTEXT));
     let graph = StageGraph::new(&checkpoint.arch, args.prefetch != Some(Switch::Off));
     let text = if args.dot {
         graph.dot()
     } else {
         let engine = config.engine(context);
-        let budget = Engine::plan(&checkpoint, &engine).map_err(|error| {
-            let hint = error.hint();
-            Failure { hint, ..Failure::of(&error) }
-        })?;
+        let budget = Engine::plan(&checkpoint, &engine).map_err(job::engine_failure)?;
+        let source = if config.ram.is_some() { "asked for" } else { machine.memory.source.as_str() };
         let reads = Reading::expected(&checkpoint, &budget, args.disk);
         match args.json {
-            true => as_json(&budget, &machine.memory.source, &reads, args.graph.then_some(&graph)).to_string() + "\n",
+            true => as_json(&budget, source, &reads, args.graph.then_some(&graph)).to_string() + "\n",
             false => as_text(&budget, &reads, args.graph.then_some(&graph)),
         }
     };
-    match std::io::stdout().lock().write_all(text.as_bytes()) {
-        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(Done::PipeClosed),
-        Err(e) => Err(Failure::work("cannot write the plan to standard output").cause(e)),
-        Ok(()) => Ok(Done::Whole),
-    }
+    Ok(output::print(&text)?.unwrap_or(Done::Whole))
 }
 
 /// What a token is expected to read.
@@ -170,12 +157,4 @@ fn as_json(budget: &Budget, source: &str, reads: &Reading, graph: Option<&StageG
         object["graph"] = nodes.collect();
     }
     object
-}
-
-fn parse_rate(text: &str) -> Result<f64, String> {
-    let rate: f64 = text.parse().map_err(|_| format!("'{text}' is no number of GB/s, such as 2.5"))?;
-    match rate.is_finite() && rate > 0.0 {
-        true => Ok(rate),
-        false => Err("a drive reads more than 0 GB/s".into()),
-    }
 }

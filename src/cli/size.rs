@@ -75,6 +75,11 @@ pub fn grouped(count: u64) -> String {
     out
 }
 
+/// Four significant digits: more would be noise.
+pub fn short(value: f64) -> f64 {
+    format!("{value:.3e}").parse().unwrap_or(value)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

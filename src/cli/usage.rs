@@ -2,7 +2,6 @@
 //!
 //! It is advice for the expert cache. Whatever is wrong with it costs one line of warning and the advice.
 
-use super::output;
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -14,6 +13,7 @@ use crate::limits::MAX_HISTORY_BYTES;
 use crate::store::history;
 
 use super::machine::Machine;
+use super::output;
 
 /// Name of the file beside a model.
 const NAME: &str = ".millstream-usage";

@@ -8,6 +8,7 @@ use super::Report;
 use super::facts::{Facts, page_name};
 use super::fio::FioSummary;
 use super::table::flags;
+use crate::cli::size::short;
 
 /// The object, with a newline.
 pub fn text(report: &Report) -> String {
@@ -151,11 +152,6 @@ fn recommended(report: &Report) -> Value {
     settings.insert("flags".into(), flags(candidate).into());
     settings.insert("reason".into(), found.reason.clone().into());
     Value::Object(settings)
-}
-
-/// Four significant digits: more would be noise.
-pub fn short(value: f64) -> f64 {
-    format!("{value:.3e}").parse().unwrap_or(value)
 }
 
 #[cfg(test)]

@@ -9,7 +9,6 @@ pub(super) mod source;
 mod svg;
 mod table;
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -89,7 +88,7 @@ pub fn bench_io(args: &BenchIoArgs, machine: &Machine) -> Result<Done, Failure> 
         }
     } else {
         let head = if args.md { table::facts_md(&text) } else { text };
-        if print(&head)?.is_some() {
+        if output::print(&head)?.is_some() {
             return Ok(Done::PipeClosed);
         }
     }
@@ -125,7 +124,7 @@ fn show(args: &BenchIoArgs, report: &Report) -> Result<Done, Failure> {
     } else {
         table::plain(report) + "\n" + &chart::bars(report) + "\n" + &table::verdict(report)
     };
-    let closed = print(&text)?;
+    let closed = output::print(&text)?;
     if let Some(path) = &args.svg {
         output::write(path, "chart", svg::draw(report))?;
     }
@@ -135,16 +134,6 @@ fn show(args: &BenchIoArgs, report: &Report) -> Result<Done, Failure> {
         None if !report.failed.is_empty() => Done::Unwell,
         None => Done::Whole,
     })
-}
-
-/// Writes to stdout; `Some` where nobody reads it any more.
-pub(super) fn print(text: &str) -> Result<Option<Done>, Failure> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Ok(()) => Ok(None),
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(Some(Done::PipeClosed)),
-        Err(error) => Err(Failure::work("cannot write the result to standard output").cause(error)),
-    }
 }
 
 fn stopped(stop: &AtomicBool) -> bool {

@@ -14,12 +14,12 @@ use serde_json::{Value, json};
 
 use crate::engine::stats::Stats;
 
-use super::args::RunArgs;
-use super::bench_io::json::short;
+use super::args::{self, RunArgs};
 use super::job::{self, Prepared};
 use super::machine::Machine;
 use super::printer::Show;
 use super::run::{self, Witness};
+use super::size::short;
 use super::tuning::{self, Lookup};
 use super::{Done, Failure, output};
 use facts::{Judgement, Known};
@@ -39,20 +39,13 @@ not shown, except with -v.
 Exit codes: 0 done, 1 the work failed, 2 usage, 130 interrupted (what was measured is shown).")]
 pub struct ProfileArgs {
     /// What the drive can do, in GB/s, as bench-io finds it [default: what tune measured, where it was run]
-    #[arg(long, value_name = "GB/S", allow_negative_numbers = true, value_parser = parse_rate)]
+    #[arg(long, value_name = "GB/S", allow_negative_numbers = true, value_parser = args::parse_rate)]
     disk: Option<f64>,
     /// Write the report as a page with pictures, one file that needs nothing else
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     #[command(flatten)]
     run: RunArgs,
-}
-
-fn parse_rate(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(rate) if rate.is_finite() && rate > 0.0 => Ok(rate),
-        _ => Err("it must be a number of GB/s above 0, such as 3.1".to_owned()),
-    }
 }
 
 /// Everything that is known in the end.
@@ -113,7 +106,7 @@ pub fn profile(args: &ProfileArgs, machine: &Machine) -> Result<Done, Failure> {
         output::write(path, "statistics", pretty(&report)? + "\n")?;
     }
     let shown = if args.run.json { compact(&report)? + "\n" } else { text::text(&report) };
-    Ok(super::bench_io::print(&shown)?.unwrap_or(done))
+    Ok(output::print(&shown)?.unwrap_or(done))
 }
 
 /// What the drive can do: as the user says, or as tuning measured it.

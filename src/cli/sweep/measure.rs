@@ -1,6 +1,5 @@
 //! The generations of a sweep.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -77,7 +76,6 @@ impl Arm {
 struct Bench<'a> {
     knob: Knob,
     quiet: bool,
-    dir: PathBuf,
     config: RunConfig,
     files: Files,
     tokenizer: Option<Tokenizer>,
@@ -104,10 +102,10 @@ pub fn measure(
     let Prepared { config, usage: _, checkpoint, files, tokenizer, job, stops, context } = prepared;
     let witness = Witness::open(checkpoint.tensors.paths(), machine.root()).map_err(|error| io_failure(&error))?;
     let formats = checkpoint.formats().map(|format| format.to_string()).collect();
-    let (dir, stop) = (files.dir.clone(), interrupt::watch()?);
+    let stop = interrupt::watch()?;
     drop(checkpoint);
     let bench =
-        Bench { knob, quiet: args.quiet, dir, config, files, tokenizer, job, stops, context, witness, machine, stop };
+        Bench { knob, quiet: args.quiet, config, files, tokenizer, job, stops, context, witness, machine, stop };
     let mut measured = Measured::default();
     let waiting = Waiting::begin("generating", args.quiet);
     let (mut order, mut number) = ((0..arms.len()).collect::<Vec<_>>(), 0);
@@ -159,7 +157,7 @@ impl Bench<'_> {
             Knob::Threads => config.threads = value as usize,
         }
         let failure = |error| self.files.failure(error);
-        let checkpoint = bundled::open(&self.dir)?;
+        let checkpoint = bundled::open(&self.files.dir)?;
         let mut engine = Engine::open(checkpoint, &config.engine(self.context)).map_err(failure)?;
         engine.set_watch(hanging::watch_reads(self.stop.clone(), self.quiet));
         let resident = self.witness.forget();
@@ -182,7 +180,7 @@ impl Bench<'_> {
             render::note(self.quiet && !engine.warns_of_damage(), &line);
         }
         let mut stats = engine.stats();
-        run::complete(&mut stats, &outcome, &config, self.machine, Path::new(&self.dir));
+        run::complete(&mut stats, &outcome, &config, self.machine, &self.files.dir);
         let sample = Sample {
             decode_tok_s: stats.decode_tok_s,
             prefill_tok_s: stats.prefill_tok_s,

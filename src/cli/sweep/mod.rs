@@ -12,7 +12,7 @@ use clap::Subcommand;
 
 use crate::checkpoint::ExpertSource;
 use crate::engine::{Engine, Memory};
-use crate::limits::{ROUNDS_MAX, SWEEP_VALUES_MAX};
+use crate::limits::SWEEP_VALUES_MAX;
 
 use super::args::{self, Ram, RunArgs};
 use super::job::{self, Prepared};
@@ -75,7 +75,7 @@ const AFTER: &str = "Every flag of `run` but the one that is varied means the sa
 #[derive(Debug, clap::Args)]
 struct Common {
     /// Generations with each value [default: 3]
-    #[arg(short = 'r', long, value_name = "N", allow_negative_numbers = true, value_parser = parse_rounds)]
+    #[arg(short = 'r', long, value_name = "N", allow_negative_numbers = true, value_parser = args::parse_rounds)]
     repetitions: Option<usize>,
     /// Draw the sweep into this file
     #[arg(long, value_name = "FILE")]
@@ -142,7 +142,7 @@ pub fn sweep(args: &SweepArgs, machine: &Machine) -> Result<Done, Failure> {
         return Err(failure);
     }
     let text = if common.run.json { show::json(&report) } else { show::text(&report) };
-    let closed = super::bench_io::print(&text)?;
+    let closed = output::print(&text)?;
     if let Some(path) = &common.svg {
         output::write(path, "picture", picture::draw(&report))?;
     }
@@ -171,6 +171,10 @@ fn check(knob: Knob, values: &[u64], common: &Common, machine: &Machine) -> Resu
     if common.run.stats_json.is_some() {
         return Err(Failure::usage("--stats-json is of one run, and a sweep has many")
             .hint("--json prints every sample of the sweep"));
+    }
+    if common.run.timeline.is_some() {
+        return Err(Failure::usage("--timeline is of one run, and a sweep has many")
+            .hint("`millstream profile --timeline FILE` writes that of one"));
     }
     match &common.svg {
         Some(path) => output::check(path, "picture", &job::inputs(&common.run, machine)),
@@ -216,11 +220,4 @@ fn parse_size(text: &str) -> Result<u64, String> {
 
 fn parse_count(text: &str) -> Result<u64, String> {
     args::parse_threads(text).map(|count| count as u64)
-}
-
-fn parse_rounds(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(rounds) if (1..=ROUNDS_MAX).contains(&rounds) => Ok(rounds),
-        _ => Err(format!("it must be a whole number from 1 to {ROUNDS_MAX}")),
-    }
 }

@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 
 use super::measure::{Arm, Sample};
 use super::{Knob, Report, range};
-use crate::cli::bench_io::json::short;
 use crate::cli::size;
+use crate::cli::size::short;
 
 /// A table, what it is of, and from which value on more changes little.
 pub fn text(report: &Report) -> String {

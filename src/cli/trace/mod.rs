@@ -7,7 +7,7 @@ mod svg;
 mod synth;
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
@@ -106,14 +106,4 @@ fn shape(trace: &Trace) -> String {
         header.top_k,
         header.fingerprint
     )
-}
-
-/// Writes to stdout; whoever read it may have gone away.
-fn print(text: &str) -> Result<Done, Failure> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Ok(()) => Ok(Done::Whole),
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(Done::PipeClosed),
-        Err(error) => Err(Failure::work("cannot write the result to standard output").cause(error)),
-    }
 }

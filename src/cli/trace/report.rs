@@ -1,6 +1,5 @@
 //! `trace report`: what is in traces, as text, JSON and a picture.
 
-use crate::cli::output;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
@@ -9,8 +8,8 @@ use serde_json::{Value as Json, json};
 use crate::store::trace::Trace;
 use crate::store::trace::report::{LayerReport, Report};
 
-use super::{print, read_all, shape, svg};
-use crate::cli::{Done, Failure, size};
+use super::{read_all, shape, svg};
+use crate::cli::{Done, Failure, output, size};
 
 /// Columns of the picture in text.
 const COLUMNS: usize = 64;
@@ -47,7 +46,8 @@ pub fn report(args: &ReportArgs) -> Result<Done, Failure> {
     if let Some(path) = &args.svg {
         output::write(path, "picture", svg::draw(&head, &report))?;
     }
-    print(&if args.json { json_text(&traces, &report) } else { text(&head, &report) })
+    let text = if args.json { json_text(&traces, &report) } else { text(&head, &report) };
+    Ok(output::print(&text)?.unwrap_or(Done::Whole))
 }
 
 fn head(traces: &[Trace]) -> String {

@@ -9,8 +9,8 @@ use crate::store::policy::PolicyKind;
 use crate::store::trace::Trace;
 use crate::store::trace::simulate::{Outcome, Requests};
 
-use super::{print, read_all, shape};
-use crate::cli::{Done, Failure, size};
+use super::{read_all, shape};
+use crate::cli::{Done, Failure, args, output, size};
 
 /// The name of the bound that no policy passes.
 const BOUND: &str = "belady";
@@ -36,10 +36,10 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = |text: &str| text.parse::<PolicyKind>())]
     policies: Vec<PolicyKind>,
     /// GB/s of the drive: predicts tokens a second
-    #[arg(long, value_name = "GB/S", value_parser = parse_rate)]
+    #[arg(long, value_name = "GB/S", value_parser = args::parse_rate)]
     disk: Option<f64>,
     /// GB/s of experts' weights that the processor multiplies, for the same [default: more than any drive]
-    #[arg(long, value_name = "GB/S", value_parser = parse_rate, requires = "disk")]
+    #[arg(long, value_name = "GB/S", value_parser = args::parse_rate, requires = "disk")]
     matmul: Option<f64>,
     /// Print one JSON object
     #[arg(long)]
@@ -80,13 +80,6 @@ fn parse_budget(text: &str) -> Result<Size, String> {
     }
 }
 
-fn parse_rate(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(rate) if rate > 0.0 && rate.is_finite() => Ok(rate),
-        _ => Err("a rate is a number of GB/s above 0".into()),
-    }
-}
-
 /// One policy at every size.
 struct Column {
     name: &'static str,
@@ -105,11 +98,11 @@ pub fn simulate(args: &SimulateArgs) -> Result<Done, Failure> {
     });
     let bound = Column { name: BOUND, outcomes: sizes.iter().map(|&size| requests.optimum(size)).collect() };
     let columns: Vec<Column> = replayed.chain([bound]).collect();
-    print(&if args.json {
-        json_text(args, &requests, &sizes, &columns)
-    } else {
-        text(args, &traces, &requests, &sizes, &columns)
-    })
+    let text = match args.json {
+        true => json_text(args, &requests, &sizes, &columns),
+        false => text(args, &traces, &requests, &sizes, &columns),
+    };
+    Ok(output::print(&text)?.unwrap_or(Done::Whole))
 }
 
 /// Tokens a second when reading and multiplying overlap altogether, and when neither overlaps the other.
@@ -203,9 +196,9 @@ mod tests {
 
     #[test]
     fn rates_are_above_zero() {
-        assert_eq!(parse_rate("2.5"), Ok(2.5));
+        assert_eq!(args::parse_rate("2.5"), Ok(2.5));
         for bad in ["0", "-1", "inf", "nan", "fast"] {
-            assert!(parse_rate(bad).is_err(), "{bad}");
+            assert!(args::parse_rate(bad).is_err(), "{bad}");
         }
     }
 }

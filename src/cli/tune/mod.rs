@@ -25,11 +25,12 @@ use super::bench_io::facts::Facts;
 use super::bench_io::measure::{self as reads, Plan};
 use super::bench_io::source::Source;
 use super::bench_io::{depth_max, io_failure};
-use super::config::{self, ModelChoice, RunConfig};
+use super::config::{self, RunConfig};
+use super::job;
 use super::machine::Machine;
 use super::reading::Reading;
 use super::tuning::{self, Key, Profile};
-use super::{Done, Failure, bundled, interrupt, render};
+use super::{Done, Failure, interrupt, output, render};
 use arms::{Arm, Lead, PAIRS, ROUNDS, Went, arms, generate, verdict};
 use trial::{Measured, Trial};
 
@@ -104,16 +105,11 @@ struct Conditions {
 
 /// Tunes and saves.
 pub fn tune(args: &TuneArgs, machine: &Machine) -> Result<Done, Failure> {
-    let config = config::decide(&run_args(args), machine)?;
+    let run_args = run_args(args);
+    let mut config = config::decide(&run_args, machine)?;
     config.check_memory(machine)?;
     let state = tuning::prepare_dir(machine)?;
-    let checkpoint = match &config.model {
-        ModelChoice::Dir(dir) => bundled::open(dir)?,
-        ModelChoice::Bundled(source) => match bundled::container(source, machine, args.quiet)? {
-            Some(checkpoint) => checkpoint,
-            None => return Ok(Done::Interrupted),
-        },
-    };
+    let Some(checkpoint) = job::open_checkpoint(&run_args, &mut config, machine)? else { return Ok(Done::Interrupted) };
     for name in ["MILLSTREAM_IO", "MILLSTREAM_DEVICE"].into_iter().filter(|name| machine.variable(name).is_some()) {
         render::note(args.quiet, &format!("{name} is set: not here, but in run it wins over what is found"));
     }
@@ -123,12 +119,20 @@ pub fn tune(args: &TuneArgs, machine: &Machine) -> Result<Done, Failure> {
         return Ok(Done::Interrupted);
     };
     let text = if args.json { show::json(&report) } else { show::text(&report) };
-    Ok(super::bench_io::print(&text)?.unwrap_or(Done::Whole))
+    Ok(output::print(&text)?.unwrap_or(Done::Whole))
 }
 
 /// The settings of `run` with the same flags.
 fn run_args(args: &TuneArgs) -> RunArgs {
-    RunArgs { model: args.model.clone(), threads: args.threads, ram: args.ram, ..args::plain_run() }
+    // What an earlier tune found does not count.
+    RunArgs {
+        model: args.model.clone(),
+        threads: args.threads,
+        ram: args.ram,
+        quiet: args.quiet,
+        tuning: Some(false),
+        ..args::plain_run()
+    }
 }
 
 fn measure(
@@ -193,7 +197,7 @@ fn prepare<'a>(
     let longest = checkpoint.arch.max_context;
     let tokens = TRIAL_TOKENS_MAX.min(longest.saturating_sub(prompt.len())).max(1);
     let mut engine = config.engine((prompt.len() + tokens).min(longest));
-    let budget = Engine::plan(checkpoint, &engine).map_err(trial::failure)?;
+    let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure)?;
     let layers = &checkpoint.experts.layers[..checkpoint.arch.layers.len()];
     let experts: usize = layers.iter().flatten().map(Vec::len).sum();
     let slabs = choose::trial_slabs(budget.slabs, experts as u64, checkpoint.arch.moe.top_k as u64);

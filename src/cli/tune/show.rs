@@ -8,9 +8,9 @@ use serde_json::{Map, Value, json};
 use super::Report;
 use super::arms::{Arm, Lead};
 use super::choose::{self, Rerun};
-use crate::cli::bench_io::json::short;
 use crate::cli::reading::Reading;
 use crate::cli::size;
+use crate::cli::size::short;
 
 /// What became of an arm, by a stable word and for people.
 fn outcome(report: &Report, index: usize) -> (&'static str, String) {

@@ -11,10 +11,11 @@ use millstream_io::measure::{Witness, is_cached};
 use crate::checkpoint::Checkpoint;
 use crate::engine::sampler::Sampling;
 use crate::engine::stats::Directness;
-use crate::engine::{Engine, EngineConfig, EngineError, Finish, Job};
+use crate::engine::{Engine, EngineConfig, Finish, Job};
 
 use super::choose::Sample;
 use crate::cli::hanging::{leave, watch_reads};
+use crate::cli::job::engine_failure;
 use crate::cli::prompt::{open_tokenizer, tokenizer_failure};
 use crate::cli::reading::Reading;
 use crate::cli::{Failure, bundled};
@@ -81,11 +82,12 @@ impl<'a> Trial<'a> {
     pub fn run(&mut self, reading: &Reading) -> Result<Option<Measured>, Failure> {
         let began = Instant::now();
         let checkpoint = bundled::open(self.dir)?;
-        let mut engine = Engine::open(checkpoint, &reading.configure(self.config.clone())).map_err(failure)?;
+        let mut engine = Engine::open(checkpoint, &reading.configure(self.config.clone())).map_err(engine_failure)?;
         engine.set_watch(watch_reads(self.stop.clone(), self.quiet));
         let resident = self.witness.forget();
         let before = self.witness.counters();
-        let outcome = engine.generate(&self.job, &self.stop, &mut |_| ControlFlow::Continue(())).map_err(failure)?;
+        let outcome =
+            engine.generate(&self.job, &self.stop, &mut |_| ControlFlow::Continue(())).map_err(engine_failure)?;
         let moved = before.and_then(|before| Some(self.witness.counters()?.since(before).bytes));
         if outcome.finish == Finish::Interrupted {
             leave(engine, self.quiet);
@@ -103,12 +105,6 @@ impl<'a> Trial<'a> {
         };
         Ok(Some(Measured { sample, bytes: stats.io.bytes, before_s, direct }))
     }
-}
-
-/// A failure of the engine, with its hint.
-pub fn failure(error: EngineError) -> Failure {
-    let hint = error.hint();
-    Failure { hint, ..Failure::of(&error) }
 }
 
 /// Ids of the prompt, at most half a context.
