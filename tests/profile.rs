@@ -31,7 +31,7 @@ const RUN: [&str; 15] = [
 
 fn profile(extra: &[&str]) -> Output {
     let home = TempDir::new().unwrap();
-    program(home.path()).args(&[&["profile"], &RUN[..], extra].concat()).output().unwrap()
+    program(home.path()).args([&["profile"], &RUN[..], extra].concat()).output().unwrap()
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn the_stages_add_up_to_the_wall_and_the_experts_to_what_was_asked_for() {
 #[test]
 fn it_is_the_run_that_it_reports_on() {
     let home = TempDir::new().unwrap();
-    let run = json(&done(program(home.path()).args(&[&["run"], &RUN[..], &["--json"]].concat()).output().unwrap()));
+    let run = json(&done(program(home.path()).args([&["run"], &RUN[..], &["--json"]].concat()).output().unwrap()));
     let report = json(&done(profile(&["--json"])));
     assert_eq!(report["ids"], run["ids"]);
     assert_eq!(report["ids"].as_array().unwrap().len(), 12);
@@ -80,7 +80,7 @@ fn the_answer_is_shown_when_asked_for_and_the_report_stands_on_stdout() {
     let ids: Vec<String> = ids.as_array().unwrap().iter().map(Value::to_string).collect();
     let home = TempDir::new().unwrap();
     let shown =
-        done(program(home.path()).args(&[&["profile"], &RUN[..RUN.len() - 1], &["-v"]].concat()).output().unwrap());
+        done(program(home.path()).args([&["profile"], &RUN[..RUN.len() - 1], &["-v"]].concat()).output().unwrap());
     assert_eq!(stdout(&shown).lines().next(), Some(ids.join(" ").as_str()));
 }
 

@@ -32,7 +32,7 @@ const RUN: [&str; 13] = [
 
 fn sweep(knob: &str, extra: &[&str]) -> Output {
     let home = TempDir::new().unwrap();
-    program(home.path()).args(&[&["sweep", knob], &RUN[..], extra].concat()).output().unwrap()
+    program(home.path()).args([&["sweep", knob], &RUN[..], extra].concat()).output().unwrap()
 }
 
 #[track_caller]
@@ -44,7 +44,7 @@ fn json(output: &Output, code: i32) -> Value {
 /// Ids that `run` generates.
 fn run_ids() -> Value {
     let home = TempDir::new().unwrap();
-    let output = program(home.path()).args(&[&["run"], &RUN[..], &["--json"]].concat()).output().unwrap();
+    let output = program(home.path()).args([&["run"], &RUN[..], &["--json"]].concat()).output().unwrap();
     json(&output, 0)["ids"].clone()
 }
 
@@ -88,7 +88,7 @@ fn the_range_of_memory_is_found_from_the_least_that_works_to_where_every_expert_
     let home = TempDir::new().unwrap();
     let run = |ram: u64| {
         let ram = ram.to_string();
-        program(home.path()).args(&[&["run"], &RUN[..], &["--ram", &ram]].concat()).output().unwrap().status.code()
+        program(home.path()).args([&["run"], &RUN[..], &["--ram", &ram]].concat()).output().unwrap().status.code()
     };
     assert_eq!((run(values[0]), run(values[0] - 1)), (Some(0), Some(1)), "the least is the least");
     // Five layers of 32 experts; what is read by the largest is read once.
