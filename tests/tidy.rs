@@ -59,6 +59,7 @@ const STORE_FROM_KERNELS: &[&str] = &["WeightRef", "MatrixSpec"];
 const UNSAFE: &[&str] = &[
     "io/src/access.rs",
     "io/src/arena.rs",
+    "io/src/device/clock.rs",
     "io/src/device/map.rs",
     "io/src/device/ring.rs",
     "io/src/device/ring_setup.rs",

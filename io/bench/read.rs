@@ -141,12 +141,12 @@ fn read_some(
         let Some(done) = device.reap(Wait::Block)? else {
             break;
         };
+        service.push(done.took());
         done.result?;
         // The first bytes of each MiB tell where they are from.
         let told = u64::from_le_bytes(done.slab.bytes()[..8].try_into()?);
         assert_eq!(told, done.tag * size.slab_bytes, "bytes of the wrong place");
         bytes += done.bytes;
-        service.push(done.service);
     }
     Ok(Outcome { seconds: start.elapsed().as_secs_f64(), bytes, cpu_seconds: cpu_seconds() - cpu, service })
 }

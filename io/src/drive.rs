@@ -31,6 +31,18 @@ pub struct DriveStats {
     pub owed: usize,
 }
 
+impl DriveStats {
+    /// What was counted since `before`.
+    pub fn since(&self, before: &DriveStats) -> DriveStats {
+        DriveStats {
+            bytes: self.bytes - before.bytes,
+            busy_ns: self.busy_ns - before.busy_ns,
+            errors: self.errors - before.errors,
+            owed: self.owed,
+        }
+    }
+}
+
 /// A directory that holds the files, or copies of them.
 pub(crate) struct Drive {
     pub dir: PathBuf,

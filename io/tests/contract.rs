@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use common::{Kind, Model, check_bytes, demand, kinds, lookahead, open, plan_of, span};
 use millstream_io::{
-    Device, DeviceConfig, FileId, FileSet, FileSpan, IoError, IoMode, Priority, Read, RejectReason, Segment, Segments,
-    SlabPool, Wait,
+    Access, Device, DeviceConfig, FileId, FileSet, FileSpan, IoError, IoMode, Priority, Read, RejectReason, Segment,
+    Segments, SlabPool, Wait,
 };
 
 const MIB: u64 = 1 << 20;
@@ -75,6 +75,16 @@ fn bytes_are_the_files_own_at_any_offset_and_chunk() {
                 let want: u64 = plans.iter().flat_map(|p| p.segments.to_vec()).map(|s| u64::from(s.want)).sum();
                 assert_eq!(stats.useful_bytes, want);
                 assert!(stats.bytes >= want);
+                match kind {
+                    Kind::Sim => assert_eq!(stats.cpu_ns, None),
+                    Kind::Threads | Kind::Map | Kind::Throttled => assert!(stats.cpu_ns.is_some_and(|ns| ns > 0)),
+                    // Through the page cache workers of the kernel read.
+                    Kind::Ring => {
+                        let asks =
+                            |access: &Access| matches!(access, Access::Direct { .. } | Access::SilentlyBuffered { .. });
+                        assert_eq!(stats.cpu_ns.is_some(), files.accesses().all(asks), "{stats:?}");
+                    }
+                }
             }
         }
         assert_eq!(pool.free(), 3);

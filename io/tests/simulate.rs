@@ -251,6 +251,29 @@ fn a_stalled_read_is_overtaken_and_still_arrives() {
 }
 
 #[test]
+fn time_in_the_queue_is_told_apart_from_service() {
+    let files = model().open(IoMode::Auto);
+    let pool = SlabPool::new(64 * KIB as usize, 3).unwrap();
+    let ms = Duration::from_millis;
+    // One request at a time, and each takes 10 ms.
+    let cfg = SimConfig { delay: ms(10)..ms(10), depth_bytes: 1, ..SimConfig::calm(3) };
+    let mut device = sim_device(&cfg, Arc::clone(&files), &pool).unwrap();
+    for tag in 0..3 {
+        let plan = plan_of(&files, &[span(0, tag * 64 * KIB, 64 * KIB)]);
+        device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
+    }
+    let times: Vec<_> = std::iter::from_fn(|| device.reap(Wait::Block).unwrap())
+        .map(|done| (done.tag, done.queued, done.service, done.took()))
+        .collect();
+    assert_eq!(times, [0, 10, 20].map(|wait| (wait / 10, ms(wait), ms(10), ms(wait + 10))));
+    let stats = device.stats();
+    assert_eq!((stats.queued_ns, stats.service_ns, stats.busy_ns), (30_000_000, 30_000_000, 30_000_000));
+    assert_eq!(stats.cpu_ns, None, "it has no thread");
+    let nothing = stats.since(&stats);
+    assert_eq!((nothing.reads, nothing.bytes, nothing.queued_ns, nothing.service_ns), (0, 0, 0, 0));
+}
+
+#[test]
 fn a_bounded_wait_ends_when_its_time_is_up_and_the_stalled_read_is_there_when_its_own_is() {
     let files = model().open(IoMode::Auto);
     let pool = SlabPool::new(64 * KIB as usize, 1).unwrap();

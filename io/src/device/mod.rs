@@ -1,5 +1,6 @@
 //! A device takes a read with the slab it goes to, and gives the slab back with the result.
 
+mod clock;
 mod host;
 mod map;
 mod progress;
@@ -61,8 +62,17 @@ pub struct Completion {
     pub result: Result<(), IoError>,
     /// Bytes that came from the files, padding and repeats included.
     pub bytes: u64,
-    /// From submit to complete.
+    /// From submit until its first request went to the drive.
+    pub queued: Duration,
+    /// From there to complete.
     pub service: Duration,
+}
+
+impl Completion {
+    /// From submit to complete.
+    pub fn took(&self) -> Duration {
+        self.queued + self.service
+    }
 }
 
 /// What a device that cannot take a read gives back.
@@ -107,14 +117,34 @@ pub struct DeviceStats {
     pub bytes: u64,
     /// Wanted bytes of the reads that succeeded.
     pub useful_bytes: u64,
-    /// Sum of submit-to-complete times.
+    /// Time that finished reads stood in the queue before their first request went to the drive, added up.
+    pub queued_ns: u64,
+    /// Time from each read's first request to its end, added up; over `busy_ns`, the mean depth.
     pub service_ns: u64,
     /// Time during which at least one read was queued or in flight.
     pub busy_ns: u64,
-    /// Integral over time of the number of reads that have started and not finished; over `busy_ns`, the mean depth.
-    pub depth_integral_ns: u64,
     /// Requests repeated: short reads, `EINTR`, `EAGAIN`, refusals, device errors.
     pub retries: u64,
+    /// Processor time of the device's threads; `None` where it has none, or threads of the kernel work for them whose
+    /// time nobody can ask for.
+    pub cpu_ns: Option<u64>,
+}
+
+impl DeviceStats {
+    /// What was counted since `before`.
+    pub fn since(&self, before: &DeviceStats) -> DeviceStats {
+        DeviceStats {
+            reads: self.reads - before.reads,
+            bytes: self.bytes - before.bytes,
+            useful_bytes: self.useful_bytes - before.useful_bytes,
+            queued_ns: self.queued_ns - before.queued_ns,
+            service_ns: self.service_ns - before.service_ns,
+            busy_ns: self.busy_ns - before.busy_ns,
+            retries: self.retries - before.retries,
+            // A thread that has ended meanwhile took its time along.
+            cpu_ns: self.cpu_ns.zip(before.cpu_ns).map(|(now, before)| now.saturating_sub(before)),
+        }
+    }
 }
 
 /// What runs, and why not something better.

@@ -105,7 +105,8 @@ struct Active {
     read: Read,
     slab: Slab,
     submitted_ns: u64,
-    started: bool,
+    /// When its first request went out.
+    started_ns: Option<u64>,
     /// First byte not yet handed out: segment and offset inside it.
     segment: usize,
     inside: u32,
@@ -176,7 +177,7 @@ impl Schedule {
             read,
             slab,
             submitted_ns: now_ns,
-            started: false,
+            started_ns: None,
             segment: 0,
             inside: 0,
             outstanding: 0,
@@ -213,8 +214,8 @@ impl Schedule {
         }
         let active = self.slots[slot as usize].as_mut()?;
         // One that was promoted while it was being handed out waits a second time.
-        self.started += usize::from(!active.started);
-        active.started = true;
+        self.started += usize::from(active.started_ns.is_none());
+        active.started_ns.get_or_insert(now_ns);
         let file = self.files.copy_on(segment.file, drive).unwrap_or(segment.file);
         let chunk = chunk_at(segment, file, active.inside, len);
         self.ops[op as usize] =
@@ -362,6 +363,11 @@ impl Schedule {
 
     pub fn stats(&self) -> DeviceStats {
         self.stats
+    }
+
+    /// Whether every file is read directly now, copies included.
+    pub fn is_direct(&self) -> bool {
+        self.files.entries().all(|file| self.files.source(file).direct)
     }
 
     /// Drives that are read.
@@ -553,22 +559,23 @@ impl Schedule {
 
     fn finish(&mut self, slot: u32, result: Result<(), IoError>, now_ns: u64) {
         self.tick(now_ns);
-        let Some(Active { read, slab, submitted_ns, started, bytes, .. }) = self.slots[slot as usize].take() else {
+        let Some(Active { read, slab, submitted_ns, started_ns, bytes, .. }) = self.slots[slot as usize].take() else {
             return;
         };
         self.free_slots.push(slot);
         self.active -= 1;
-        self.started -= usize::from(started);
-        let service_ns = now_ns.saturating_sub(submitted_ns);
+        self.started -= usize::from(started_ns.is_some());
+        let started_ns = started_ns.unwrap_or(now_ns);
+        let queued_ns = started_ns.saturating_sub(submitted_ns);
         if result != Err(IoError::Cancelled) {
             self.stats.reads += 1;
-            self.stats.service_ns += service_ns;
+            self.stats.queued_ns += queued_ns;
         }
         if result.is_ok() {
             self.stats.useful_bytes += read.segments.iter().map(|segment| u64::from(segment.want)).sum::<u64>();
         }
-        let service = Duration::from_nanos(service_ns);
-        self.ready.push_back(Completion { tag: read.tag, slab, result, bytes, service });
+        let [queued, service] = [queued_ns, now_ns.saturating_sub(started_ns)].map(Duration::from_nanos);
+        self.ready.push_back(Completion { tag: read.tag, slab, result, bytes, queued, service });
     }
 
     /// The error of `op` where `file`, of which `got` bytes had arrived, met `fault`.
@@ -595,7 +602,7 @@ impl Schedule {
         if self.active > 0 {
             self.stats.busy_ns += passed;
         }
-        self.stats.depth_integral_ns += passed * self.started as u64;
+        self.stats.service_ns += passed * self.started as u64;
     }
 }
 

@@ -168,7 +168,8 @@ impl Device for Throttle {
     }
 
     fn stats(&self) -> DeviceStats {
-        DeviceStats { retries: self.inner.stats().retries, ..self.drive.stats_at(self.now_ns()) }
+        let DeviceStats { retries, cpu_ns, .. } = self.inner.stats();
+        DeviceStats { retries, cpu_ns, ..self.drive.stats_at(self.now_ns()) }
     }
 
     fn describe(&self) -> &DeviceReport {
@@ -199,6 +200,8 @@ struct Entry {
     bytes: u64,
     useful_bytes: u64,
     submitted_ns: u64,
+    /// When the played drive began with it.
+    begun_ns: u64,
     phase: Phase,
     /// What the inner device returned, and when on this clock.
     landed: Option<(Completion, u64)>,
@@ -242,6 +245,7 @@ impl Drive {
             bytes: read.segments.len_bytes(),
             useful_bytes: read.segments.iter().map(|segment| u64::from(segment.want)).sum(),
             submitted_ns: now_ns,
+            begun_ns: now_ns,
             phase: Phase::Waiting,
             landed: None,
         });
@@ -255,7 +259,7 @@ impl Drive {
         let Some(entry) = &mut self.entries[done.tag as usize] else {
             unreachable!("the inner device completed entry {}, which holds no read", done.tag)
         };
-        let at_ns = entry.submitted_ns.saturating_add(done.service.as_nanos() as u64);
+        let at_ns = entry.submitted_ns.saturating_add(done.took().as_nanos() as u64);
         entry.landed = Some((done, at_ns));
     }
 
@@ -290,6 +294,7 @@ impl Drive {
         let transfer_ns = u128::from(entry.bytes) * 1_000_000_000 / u128::from(self.cfg.bytes_per_s);
         let first_byte_ns = (self.clock_ns + self.cfg.latency.as_nanos() as u64).max(self.free_at_ns);
         self.free_at_ns = first_byte_ns + transfer_ns as u64;
+        entry.begun_ns = self.clock_ns;
         entry.phase = Phase::Served { due_ns: self.free_at_ns };
         self.waiting -= 1;
         self.served += 1;
@@ -302,7 +307,7 @@ impl Drive {
         let Some(entry) = &mut self.entries[entry] else { return };
         entry.phase = Phase::Done { at_ns: end_ns };
         self.stats.reads += 1;
-        self.stats.service_ns += end_ns - entry.submitted_ns;
+        self.stats.queued_ns += entry.begun_ns - entry.submitted_ns;
         if let Some((done, _)) = &entry.landed {
             self.stats.bytes += done.bytes;
             self.stats.useful_bytes += if done.result.is_ok() { entry.useful_bytes } else { 0 };
@@ -319,7 +324,7 @@ impl Drive {
         let passed = now_ns.saturating_sub(self.clock_ns);
         let mut stats = self.stats;
         stats.busy_ns += if self.waiting + self.served > 0 { passed } else { 0 };
-        stats.depth_integral_ns += passed * self.served as u64;
+        stats.service_ns += passed * self.served as u64;
         stats
     }
 
@@ -332,13 +337,16 @@ impl Drive {
     fn take_done(&mut self) -> Option<Completion> {
         let over = self.entries.iter_mut().filter_map(|slot| Some((slot.as_ref()?.over_ns()?, slot)));
         let (at_ns, slot) = over.min_by_key(|(at_ns, _)| *at_ns)?;
-        let Entry { tag, phase, submitted_ns, landed, .. } = slot.take()?;
+        let Entry { tag, phase, submitted_ns, begun_ns, landed, .. } = slot.take()?;
         self.held -= 1;
         let (done, _) = landed?;
-        let service = Duration::from_nanos(at_ns.saturating_sub(submitted_ns));
+        let nanos = |from_ns: u64, to_ns: u64| Duration::from_nanos(to_ns.saturating_sub(from_ns));
         Some(match phase {
-            Phase::Cancelled => Completion { tag, result: Err(IoError::Cancelled), bytes: 0, service, ..done },
-            _ => Completion { tag, service, ..done },
+            Phase::Cancelled => {
+                let (queued, service) = (nanos(submitted_ns, at_ns), Duration::ZERO);
+                Completion { tag, result: Err(IoError::Cancelled), bytes: 0, queued, service, ..done }
+            }
+            _ => Completion { tag, queued: nanos(submitted_ns, begun_ns), service: nanos(begun_ns, at_ns), ..done },
         })
     }
 
@@ -417,13 +425,14 @@ mod tests {
         drive.begin(entry, &read, now_ns);
         let (slab, result) = (pool.take().unwrap(), Ok(()));
         let bytes = u64::from(BYTES);
-        drive.land(Completion { tag: entry.into(), slab, result, bytes, service: Duration::from_micros(1) });
+        let (queued, service) = (Duration::ZERO, Duration::from_micros(1));
+        drive.land(Completion { tag: entry.into(), slab, result, bytes, queued, service });
     }
 
     /// Everything that is over at `now_ns`: tag and milliseconds from submission.
     fn done(drive: &mut Drive, now_ns: u64) -> Vec<(u64, u128)> {
         drive.advance(now_ns);
-        std::iter::from_fn(|| drive.take_done()).map(|done| (done.tag, done.service.as_millis())).collect()
+        std::iter::from_fn(|| drive.take_done()).map(|done| (done.tag, done.took().as_millis())).collect()
     }
 
     #[test]
@@ -454,7 +463,10 @@ mod tests {
         }
         done(&mut drive, 100 * MS);
         // Two from 0 to 10 ms, where the third ends, and the fourth alone to 12.
-        assert_eq!(drive.stats_at(100 * MS).depth_integral_ns, (2 * 10 + 2) * MS);
+        let stats = drive.stats_at(100 * MS);
+        assert_eq!(stats.service_ns, (2 * 10 + 2) * MS);
+        // The third began at 5 ms and the fourth at 7.
+        assert_eq!(stats.queued_ns, (5 + 7) * MS);
     }
 
     #[test]

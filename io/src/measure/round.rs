@@ -236,7 +236,7 @@ impl Pass<'_> {
                 match done.result {
                     Ok(()) => {
                         self.bytes += self.target.slab_bytes;
-                        let nanoseconds = u64::try_from(done.service.as_nanos()).unwrap_or(u64::MAX);
+                        let nanoseconds = u64::try_from(done.took().as_nanos()).unwrap_or(u64::MAX);
                         self.round.service.saturating_record(nanoseconds);
                     }
                     Err(error) => failed = failed.or(Some(error)),
