@@ -97,7 +97,45 @@ pub struct StageTime {
 struct Tally {
     busy: Duration,
     laps: u64,
+    spread: Durations,
+}
+
+/// How often durations came, told apart by two significant digits, in memory that is allocated once.
+#[derive(Clone, Debug)]
+pub struct Durations {
     nanos: Histogram<u64>,
+}
+
+/// Longest duration that percentiles tell apart; a longer one counts as this long in them.
+const LONGEST_NS: u64 = 600_000_000_000;
+
+impl Default for Durations {
+    fn default() -> Durations {
+        Durations::new()
+    }
+}
+
+impl Durations {
+    /// None yet.
+    pub fn new() -> Durations {
+        // These bounds are valid, so this cannot fail.
+        Durations { nanos: Histogram::new_with_bounds(1, LONGEST_NS, 2).expect("constant histogram bounds") }
+    }
+
+    /// One more.
+    pub fn record(&mut self, took: Duration) {
+        self.nanos.saturating_record(took.as_nanos().min(u128::from(LONGEST_NS)) as u64);
+    }
+
+    /// Forgets them.
+    pub fn clear(&mut self) {
+        self.nanos.reset();
+    }
+
+    /// The least duration that this share of them does not exceed; `None` of none.
+    pub fn at(&self, share: f64) -> Option<Duration> {
+        (!self.nanos.is_empty()).then(|| Duration::from_nanos(self.nanos.value_at_quantile(share)))
+    }
 }
 
 /// One visit of a stage.
@@ -160,9 +198,6 @@ pub struct Meter {
     laps: Recent<Lap>,
 }
 
-/// Longest lap that the percentiles tell apart; a longer one counts as this long in them, and fully in the totals.
-const LONGEST_LAP_NS: u64 = 600_000_000_000;
-
 impl Default for Meter {
     fn default() -> Self {
         Meter::new()
@@ -177,12 +212,7 @@ impl Meter {
 
     /// As [`Meter::new`]; the last `laps` laps can be had one by one.
     pub fn with_timeline(laps: usize) -> Meter {
-        let tally = || Tally {
-            busy: Duration::ZERO,
-            laps: 0,
-            // Two significant digits over a fixed range; these bounds are valid, so this cannot fail.
-            nanos: Histogram::new_with_bounds(1, LONGEST_LAP_NS, 2).expect("constant histogram bounds"),
-        };
+        let tally = || Tally { busy: Duration::ZERO, laps: 0, spread: Durations::new() };
         let now = Instant::now();
         let tallies = Stage::ALL.iter().map(|_| tally()).collect();
         Meter { tallies, mark: now, started: now, layer: None, laps: Recent::new(laps) }
@@ -193,7 +223,7 @@ impl Meter {
         for t in &mut self.tallies {
             t.busy = Duration::ZERO;
             t.laps = 0;
-            t.nanos.reset();
+            t.spread.clear();
         }
         self.laps.clear();
         self.started = Instant::now();
@@ -224,7 +254,7 @@ impl Meter {
         let t = &mut self.tallies[stage as usize];
         t.busy += spent;
         t.laps += 1;
-        t.nanos.saturating_record(spent.as_nanos().min(LONGEST_LAP_NS as u128) as u64);
+        t.spread.record(spent);
     }
 
     /// Time from the start to the last mark: what the stages add up to.
@@ -235,7 +265,7 @@ impl Meter {
     /// Times of one stage.
     pub fn stage(&self, stage: Stage) -> StageTime {
         let t = &self.tallies[stage as usize];
-        let at = |q| Duration::from_nanos(t.nanos.value_at_quantile(q));
+        let at = |share| t.spread.at(share).unwrap_or_default();
         StageTime { busy: t.busy, laps: t.laps, p50: at(0.5), p99: at(0.99) }
     }
 }
@@ -273,6 +303,21 @@ mod tests {
         m.restart();
         assert_eq!(m.laps().count(), 0);
         assert_eq!(Meter::new().laps.kept.capacity(), 0);
+    }
+
+    #[test]
+    fn percentiles_are_within_a_hundredth_of_the_least_duration_that_enough_do_not_exceed() {
+        let mut durations = Durations::new();
+        assert_eq!(durations.at(0.5), None);
+        // 1 to 100 ms, in the wrong order.
+        (1..=100).rev().for_each(|ms| durations.record(Duration::from_millis(ms)));
+        for (share, ms) in [(0.5, 50.0), (0.99, 99.0), (1.0, 100.0), (0.0, 1.0)] {
+            let at = durations.at(share).unwrap().as_secs_f64() * 1e3;
+            assert!((at / ms - 1.0).abs() <= 0.01, "{share}: {at} ms");
+        }
+        durations.clear();
+        durations.record(Duration::from_secs(3600));
+        assert!(durations.at(0.5).unwrap() >= Duration::from_secs(594), "the longest that is told apart");
     }
 
     #[test]

@@ -161,7 +161,7 @@ fn eio_on_one_expert_in_the_middle_names_shard_bytes_and_errno() {
     // A healthy run tells how many calls there are: an expert of this model is read with one.
     let mut calm = simulated(model, &setup, &SimConfig::calm(0));
     greedy(&mut calm, &model.prompt(PROMPT), TOKENS).unwrap();
-    let middle = calm.store().stats().reads / 2;
+    let middle = calm.store().device_stats().reads / 2;
 
     let script = (middle..middle + 40).map(|call| (call, SimFault::Errno(5))).collect();
     let sim = SimConfig { script, ..SimConfig::calm(0) };
@@ -398,6 +398,6 @@ fn the_first_generation_of_the_storms_makes_enough_calls() {
     let setup = Setup { slabs: 13, ..Setup::default() };
     let mut engine = simulated(Model::Tiny, &setup, &SimConfig::calm(0));
     greedy(&mut engine, &Model::Tiny.prompt(PROMPT), TOKENS).unwrap();
-    let reads = engine.store().stats().reads;
+    let reads = engine.store().device_stats().reads;
     assert!(reads >= 60, "{reads}");
 }

@@ -103,7 +103,7 @@ fn allocations(arithmetic: &Arithmetic, setup: &Setup, sampling: Sampling) -> (u
     });
     assert_eq!(outcome.unwrap().ids.len(), TOKENS);
     assert!(before > 0, "the counter counts");
-    (after - before, engine.store().stats().reads)
+    (after - before, engine.store().device_stats().reads)
 }
 
 // One test in this file: what another one allocated meanwhile would be counted.

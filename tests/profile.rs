@@ -55,6 +55,32 @@ fn the_stages_add_up_to_the_wall_and_the_experts_to_what_was_asked_for() {
 }
 
 #[test]
+fn reads_are_timed_one_by_one_and_the_time_in_the_queue_apart() {
+    for device in ["threads", "auto"] {
+        let report = json(&done(profile(&["--json", "--device", device])));
+        let io = &report["io"];
+        let number = |name: &str| io[name].as_f64().unwrap_or_else(|| panic!("no {name} in {io}"));
+        let (p50, p99) = (number("slab_p50_ms"), number("slab_p99_ms"));
+        assert!(0.0 < p50 && p50 <= p99, "{io}");
+        // No read takes longer than there was one in flight, and half of them take the median or longer; the percentiles
+        // have two digits.
+        assert!(p99 <= 1010.0 * number("busy_s"), "{io}");
+        let added_up = number("queued_s") + number("service_s");
+        assert!(added_up >= 0.99 * 0.5 * number("reads") * p50 / 1e3, "{io}");
+        // While one is in flight it is in the queue or served.
+        assert!(added_up >= 0.999 * number("busy_s"), "{io}");
+        // A ring's reads through the page cache are made by the kernel's workers.
+        if device == "threads" || io["direct"] == true {
+            assert!(number("cpu_s") > 0.0 && number("cpu_s") < 100.0, "{io}");
+        }
+    }
+    let shown = done(profile(&["--device", "threads"]));
+    let text = stdout(&shown);
+    let line = text.lines().find(|line| line.contains("One expert takes")).unwrap();
+    assert!(!line.contains(" - ") && line.contains("the threads that read took"), "{line}");
+}
+
+#[test]
 fn it_is_the_run_that_it_reports_on() {
     let home = TempDir::new().unwrap();
     let run = json(&done(program(home.path()).args([&["run"], &RUN[..], &["--json"]].concat()).output().unwrap()));

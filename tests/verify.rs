@@ -354,7 +354,7 @@ fn the_answer_is_the_same_with_and_without_checks() {
     assert_eq!(off.store().stats().checked, 0);
     let mut all = engine(&dir, Verify::All, 0).unwrap();
     assert_same(&expected, &answer(&mut all, &prompt, 12), &Verify::All);
-    assert_eq!(all.store().stats().checked, all.store().stats().reads);
+    assert_eq!(all.store().stats().checked, all.store().device_stats().reads);
     for seed in 0..4 {
         let mut sample = engine(&dir, Verify::Sample, seed).unwrap();
         assert_same(&expected, &answer(&mut sample, &prompt, 12), &seed);

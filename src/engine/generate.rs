@@ -258,8 +258,6 @@ impl Engine {
         self.experts.store.reset_stats();
         self.experts.store.exchange_pins();
         self.state.lookahead.reset();
-        self.device_before = self.experts.store.device().stats();
-        self.drives_before = self.experts.store.device().drives();
         self.times = Times { prompt_tokens, ..Times::default() };
         self.meter.restart();
     }

@@ -15,9 +15,7 @@ pub mod timeline;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millstream_io::{
-    Access, Device, DeviceConfig, DeviceStats, DriveStats, FileId, FileSet, SlabPool, open_device, settle,
-};
+use millstream_io::{Access, Device, DeviceConfig, FileId, FileSet, SlabPool, open_device, settle};
 
 use crate::checkpoint::arch::{Arch, MlpKind};
 use crate::checkpoint::{Checkpoint, mirror};
@@ -70,10 +68,6 @@ pub struct Engine {
     pipeline: Option<Chooser>,
     /// The same of reading ahead.
     prefetch: Option<Chooser>,
-    /// Counters of the device when the last generation began.
-    device_before: DeviceStats,
-    /// And those of each drive.
-    drives_before: Vec<DriveStats>,
 }
 
 /// Opens the device that expert reads go through; a test may put another in its place.
@@ -140,7 +134,6 @@ impl Engine {
         for streamed in [&mut experts].into_iter().chain(&mut drafting) {
             streamed.pipeline = config.pipeline != Switch::Off;
         }
-        let (device_before, drives_before) = (experts.store.device().stats(), experts.store.device().drives());
 
         // What names the stages is made from the model, so that a graph that cannot run is our fault.
         let graph = StageGraph::new(&checkpoint.arch, config.prefetch != Switch::Off);
@@ -174,8 +167,6 @@ impl Engine {
             times: Times::default(),
             pipeline: (config.pipeline == Switch::Auto).then(|| Chooser::new(true)),
             prefetch: (config.prefetch == Switch::Auto).then(|| Chooser::new(true)),
-            device_before,
-            drives_before,
             model: Model { rope: p.rope, compute, arch, resident, sparse: p.sparse },
         })
     }

@@ -184,7 +184,9 @@ pub struct IoStats {
     pub bytes: u64,
     /// Of those, bytes that were asked for.
     pub useful_bytes: u64,
-    /// Sum over reads of the time from submission to completion.
+    /// Time that reads stood in the queue before the drive was asked, added up.
+    pub queued_s: f64,
+    /// Time from there to their completion, added up.
     pub service_s: f64,
     /// Time the generation stood still for a read.
     pub wait_s: f64,
@@ -192,14 +194,13 @@ pub struct IoStats {
     pub busy_s: f64,
     /// Bytes read per second of `busy_s`, in 1e9 bytes.
     pub gb_s: Option<f64>,
-    /// Median time of one expert's read, in milliseconds.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Median time of one expert's read from submission to completion, in milliseconds; none where nothing was read.
     pub slab_p50_ms: Option<f64>,
     /// 99th percentile of it.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub slab_p99_ms: Option<f64>,
+    /// Processor time of the threads that read; none where threads of the kernel read for them.
+    pub cpu_s: Option<f64>,
     /// Reads in flight, averaged over `busy_s`.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub depth_mean: Option<f64>,
     /// The drives that shared the reads, the model's own first; none where there are no mirrors.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -355,9 +356,9 @@ impl Engine {
     }
 
     fn io_stats(&self) -> IoStats {
-        let device = self.experts.store.device();
-        let (before, now) = (&self.device_before, device.stats());
-        let busy_ns = now.busy_ns - before.busy_ns;
+        let store = &self.experts.store;
+        let io = store.device_stats();
+        let at = |share| store.read_times().at(share).map(|time| time.as_secs_f64() * 1e3);
         let direct = self.files.accesses().map(|access| match access {
             Access::Direct { .. } => Directness::Direct,
             Access::SilentlyBuffered { .. } => Directness::SilentlyBuffered,
@@ -373,16 +374,19 @@ impl Engine {
                 other => other.name(),
             }
             .into(),
-            device: device.describe().name.into(),
+            device: store.device().describe().name.into(),
             direct,
-            reads: now.reads - before.reads,
-            bytes: now.bytes - before.bytes,
-            useful_bytes: self.experts.store.stats().useful_bytes,
-            service_s: seconds(now.service_ns - before.service_ns),
+            reads: io.reads,
+            bytes: io.bytes,
+            useful_bytes: store.stats().useful_bytes,
+            queued_s: seconds(io.queued_ns),
+            service_s: seconds(io.service_ns),
             wait_s: self.meter.stage(Stage::Wait).busy.as_secs_f64(),
-            busy_s: seconds(busy_ns),
-            depth_mean: (busy_ns > 0)
-                .then(|| (now.depth_integral_ns - before.depth_integral_ns) as f64 / busy_ns as f64),
+            busy_s: seconds(io.busy_ns),
+            slab_p50_ms: at(0.5),
+            slab_p99_ms: at(0.99),
+            cpu_s: io.cpu_ns.map(seconds),
+            depth_mean: (io.busy_ns > 0).then(|| io.service_ns as f64 / io.busy_ns as f64),
             drives: self.drives(),
             ..IoStats::default()
         }
@@ -393,13 +397,12 @@ impl Engine {
         if self.files.drives() == 1 {
             return Vec::new();
         }
-        let now = self.experts.store.device().drives();
-        let uses = now.iter().zip(&self.drives_before).enumerate().map(|(drive, (now, before))| DriveUse {
+        let uses = self.experts.store.drive_stats().enumerate().map(|(drive, did)| DriveUse {
             path: self.files.drive_dir(drive).display().to_string(),
-            bytes: now.bytes - before.bytes,
-            busy_s: (now.busy_ns - before.busy_ns) as f64 / 1e9,
+            bytes: did.bytes,
+            busy_s: did.busy_ns as f64 / 1e9,
             gb_s: None,
-            errors: now.errors - before.errors,
+            errors: did.errors,
             wrong: self.files.was_wrong(drive),
             dropped: drive > 0 && self.files.was_wrong(drive),
         });
@@ -435,7 +438,8 @@ impl Stats {
         let io = &mut self.io;
         let times = [&mut self.load_s, &mut self.prefill_s, &mut self.decode_s, &mut self.wall_s];
         let times = times.into_iter().chain(&mut self.ttft_s);
-        let times = times.chain([&mut io.service_s, &mut io.wait_s, &mut io.busy_s]);
+        let times = times.chain([&mut io.queued_s, &mut io.service_s, &mut io.wait_s, &mut io.busy_s]);
+        let times = times.chain(&mut io.cpu_s);
         let rates = [&mut self.prefill_tok_s, &mut self.decode_tok_s, &mut io.gb_s, &mut self.experts.hit_rate];
         let rates =
             rates.into_iter().chain([&mut self.experts.lookahead_recall, &mut self.experts.lookahead_precision]);

@@ -45,7 +45,7 @@ fn render<'a>(
     for read in reads {
         let track = lanes[usize::from(read.guess)].take(read, &mut trace);
         let name = format!("layer {} expert {}", read.key.layer, read.key.expert);
-        trace.event(track, &name, read.submitted, read.service, &format!("\"whole\":{}", read.well));
+        trace.event(track, &name, read.submitted, read.took, &format!("\"whole\":{}", read.well));
     }
     trace.text.push_str("\n]}\n");
     trace.text
@@ -65,7 +65,7 @@ impl Lanes {
 
     /// A track that is free when `read` begins; reads come in the order in which they begin.
     fn take(&mut self, read: &ReadRecord, trace: &mut Trace) -> usize {
-        let end = read.submitted + read.service;
+        let end = read.submitted + read.took;
         let lane = match self.free_from.iter().position(|&free| free <= read.submitted) {
             Some(lane) => lane,
             None => {
@@ -129,7 +129,7 @@ mod tests {
             guess,
             well: true,
             submitted: at(from),
-            service: Duration::from_micros(to - from),
+            took: Duration::from_micros(to - from),
         };
         // Two together, one after them, and a guess beside all; in the order in which they came in.
         let reads = [read(1, false, 5, 20), read(0, false, 4, 25), read(7, true, 6, 30), read(2, false, 20, 30)];

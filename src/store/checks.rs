@@ -176,12 +176,12 @@ impl ExpertStore {
         if due {
             let began = Instant::now();
             let outcome = self.checks.check(&self.table, key, slab.bytes_mut());
-            self.stats.checked += 1;
+            self.accounts.stats.checked += 1;
             if outcome != Ok(false) && self.checks.begin_doubt() {
                 self.check_what_was_taken_in();
             }
-            self.stats.checking += began.elapsed();
-            self.stats.healed += u64::from(outcome?);
+            self.accounts.stats.checking += began.elapsed();
+            self.accounts.stats.healed += u64::from(outcome?);
         }
         self.checks.saw(&self.table, key, due);
         Ok(())

@@ -43,9 +43,9 @@ impl ExpertStore {
     pub(super) fn check_what_was_taken_in(&mut self) {
         for slot in 0..self.slots.len() {
             let Content::Resting(key, slab) = &self.slots[slot] else { continue };
-            self.stats.checked += 1;
+            self.accounts.stats.checked += 1;
             if let Some(damaged) = self.checks.wrong(&self.table, *key, slab.bytes()) {
-                self.stats.discarded += 1;
+                self.accounts.stats.discarded += 1;
                 self.spoilt.first.get_or_insert_with(|| damaged.clone());
                 self.throw_away(slot as u32, damaged);
             }

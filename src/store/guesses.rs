@@ -140,7 +140,7 @@ impl ExpertStore {
                 return;
             }
             self.guesses.add(slot, key.layer);
-            self.stats.guessed += 1;
+            self.accounts.stats.guessed += 1;
         }
     }
 
@@ -185,8 +185,8 @@ impl ExpertStore {
 
     /// Counts an expert that was read for nothing.
     pub(super) fn waste(&mut self, key: ExpertKey) {
-        self.stats.wasted += 1;
-        self.stats.wasted_bytes += self.table.read_bytes(key);
+        self.accounts.stats.wasted += 1;
+        self.accounts.stats.wasted_bytes += self.table.read_bytes(key);
     }
 
     /// Takes in a read that the device gave back without beginning it. A request may have begun to wait for it
@@ -199,7 +199,7 @@ impl ExpertStore {
             self.missing.push_front(key);
         } else {
             self.guesses.used(slot);
-            self.stats.cancelled += 1;
+            self.accounts.stats.cancelled += 1;
         }
     }
 }

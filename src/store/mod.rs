@@ -9,6 +9,7 @@
 //!
 //! [`ExpertStore::hint`] reads what a later request is expected to ask for; `guesses.rs` has the rules.
 
+mod accounts;
 mod checks;
 mod doubt;
 mod guesses;
@@ -23,13 +24,13 @@ mod watch;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use millstream_io::{Completion, Device, FileSet, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait};
 use thiserror::Error;
 
 use crate::kernels::WeightRef;
-use crate::meter::Recent;
+use accounts::Accounts;
+pub use accounts::{ReadRecord, StoreStats};
 pub use checks::{Checks, Damaged, SAMPLE_FIRST, SAMPLE_ONE_IN, Verify};
 use doubt::Spoilt;
 use guesses::Guesses;
@@ -77,47 +78,6 @@ pub enum StoreError {
     /// Whoever watches the store broke a wait; the store stays usable.
     #[error("the wait for a read was given up")]
     GivenUp,
-}
-
-/// What the store has done so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StoreStats {
-    /// Experts asked for, counted once a layer and step.
-    pub requested: u64,
-    /// Requests served from a slab that an earlier request had filled.
-    pub hits: u64,
-    /// Of those, experts that are pinned.
-    pub pinned: u64,
-    /// Requests served from a slab that a guess had filled, for the first time.
-    pub prefetched: u64,
-    /// Requests that had to wait for a read, late guesses included.
-    pub misses: u64,
-    /// Requests for what a guess was still reading.
-    pub late: u64,
-    /// Guesses whose read was submitted.
-    pub guessed: u64,
-    /// Guesses taken back before their read began.
-    pub cancelled: u64,
-    /// Guesses that were read and not asked for by the request they were for.
-    pub wasted: u64,
-    /// Bytes of the files read for those.
-    pub wasted_bytes: u64,
-    /// Bytes read from files, alignment included.
-    pub bytes: u64,
-    /// Bytes of the experts that were read.
-    pub useful_bytes: u64,
-    /// Reads that finished.
-    pub reads: u64,
-    /// Sum over reads of the time from submission to completion.
-    pub service: Duration,
-    /// Reads whose bytes were compared with their hash, and experts that were when others had been wrong.
-    pub checked: u64,
-    /// Of those reads, wrong ones that the bytes of another copy put right.
-    pub healed: u64,
-    /// Of those experts, wrong ones that were in memory.
-    pub discarded: u64,
-    /// Time that took.
-    pub checking: Duration,
 }
 
 /// The right to use one resting expert; give it back with [`ExpertStore::release`].
@@ -180,25 +140,7 @@ pub struct ExpertStore {
     watch: Option<(Watch, Arc<FileSet>)>,
     checks: Checks,
     spoilt: Spoilt,
-    stats: StoreStats,
-    /// When the read into each slot was submitted, and the last reads; empty unless reads are recorded.
-    submitted: Vec<Instant>,
-    reads: Recent<ReadRecord>,
-}
-
-/// A read that is over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReadRecord {
-    /// What was read.
-    pub key: ExpertKey,
-    /// Whether it was a guess until the end.
-    pub guess: bool,
-    /// Whether it was whole.
-    pub well: bool,
-    /// When it was submitted.
-    pub submitted: Instant,
-    /// From then to its completion.
-    pub service: Duration,
+    accounts: Accounts,
 }
 
 const NO_SLOT: u32 = u32::MAX;
@@ -221,9 +163,7 @@ impl ExpertStore {
             watch: None,
             checks: Checks::off(),
             spoilt: Spoilt::default(),
-            stats: StoreStats::default(),
-            submitted: vec![],
-            reads: Recent::new(0),
+            accounts: Accounts::new(&*device),
             table,
             device,
             pool,
@@ -233,17 +173,6 @@ impl ExpertStore {
     /// From now on compares the bytes of reads with what `checks`, made for the same table, expects.
     pub fn set_checks(&mut self, checks: Checks) {
         self.checks = checks;
-    }
-
-    /// From now on keeps the last `most` reads.
-    pub fn record_reads(&mut self, most: usize) {
-        self.submitted = vec![Instant::now(); self.slots.len()];
-        self.reads = Recent::new(most);
-    }
-
-    /// The last reads since the last [`ExpertStore::reset_stats`], in the order in which they came in, where they are kept.
-    pub fn reads(&self) -> impl Iterator<Item = &ReadRecord> {
-        self.reads.iter()
     }
 
     /// From now on evicts by another policy. Nothing may have been asked for yet.
@@ -285,17 +214,6 @@ impl ExpertStore {
             true if self.placement.pins().is_pinned(number as Key) => Tier::Pinned,
             true => Tier::Cached,
         }
-    }
-
-    /// Counters since the start or the last [`ExpertStore::reset_stats`].
-    pub fn stats(&self) -> StoreStats {
-        self.stats
-    }
-
-    /// Sets the counters to zero.
-    pub fn reset_stats(&mut self) {
-        self.stats = StoreStats::default();
-        self.reads.clear();
     }
 
     /// The device, for its report and counters.
@@ -354,10 +272,10 @@ impl ExpertStore {
         for &expert in experts {
             let key = ExpertKey { layer: layer as u16, expert };
             let number = self.table.index(key);
-            self.stats.requested += 1;
+            self.accounts.stats.requested += 1;
             match self.slot_of[number] {
                 NO_SLOT => {
-                    self.stats.misses += 1;
+                    self.accounts.stats.misses += 1;
                     self.placement.miss(number as Key);
                     self.missing.push_back(key);
                 }
@@ -459,14 +377,14 @@ impl ExpertStore {
         self.placement.hit(slot, number);
         match &mut self.slots[slot as usize] {
             Content::Resting(..) => {
-                *(if guessed { &mut self.stats.prefetched } else { &mut self.stats.hits }) += 1;
-                self.stats.pinned += u64::from(!guessed && self.placement.pins().is_pinned(number));
+                *(if guessed { &mut self.accounts.stats.prefetched } else { &mut self.accounts.stats.hits }) += 1;
+                self.accounts.stats.pinned += u64::from(!guessed && self.placement.pins().is_pinned(number));
                 self.placement.hold(slot);
                 self.ready.push_back(slot);
             }
             Content::InFlight { wanted, .. } => {
-                self.stats.misses += 1;
-                self.stats.late += 1;
+                self.accounts.stats.misses += 1;
+                self.accounts.stats.late += 1;
                 *wanted = true;
                 self.awaited += 1;
                 self.device.promote(slot.into());
@@ -499,9 +417,7 @@ impl ExpertStore {
     fn submit(&mut self, key: ExpertKey, slot: u32, slab: Slab, priority: Priority) -> Result<(), RejectReason> {
         let read = Read { tag: slot.into(), priority, segments: self.table.segments(key) };
         self.slots[slot as usize] = Content::InFlight { key, wanted: priority == Priority::Demand };
-        if let Some(submitted) = self.submitted.get_mut(slot as usize) {
-            *submitted = Instant::now();
-        }
+        self.accounts.submits(slot);
         let number = self.table.index(key);
         self.slot_of[number] = slot;
         self.placement.hold(slot);
@@ -572,26 +488,21 @@ impl ExpertStore {
             }
             Err(e) => return Err(self.died(e)),
         };
-        let Completion { tag, mut slab, result, bytes, service } = done;
-        let slot = tag as u32;
+        let slot = done.tag as u32;
         let Content::InFlight { key, wanted } = self.slots[slot as usize] else {
             unreachable!("the device completed slot {slot}, which is not being read");
         };
-        if result == Err(IoError::Cancelled) {
-            self.taken_back(slot, key, wanted, slab);
+        if done.result == Err(IoError::Cancelled) {
+            self.taken_back(slot, key, wanted, done.slab);
             return Ok(true);
         }
-        if let Some(&submitted) = self.submitted.get(slot as usize) {
-            self.reads.push(ReadRecord { key, guess: !wanted, well: result.is_ok(), submitted, service });
-        }
-        self.stats.reads += 1;
-        self.stats.bytes += bytes;
-        self.stats.service += service;
+        self.accounts.read(key, slot, !wanted, &done);
+        let Completion { mut slab, result, .. } = done;
         let result =
             result.map_err(|source| StoreError::Read { key, source }).and_then(|()| self.checked(key, &mut slab));
         match result {
             Ok(()) => {
-                self.stats.useful_bytes += self.table.useful_bytes(key);
+                self.accounts.stats.useful_bytes += self.table.useful_bytes(key);
                 self.slots[slot as usize] = Content::Resting(key, slab);
             }
             // The slab goes back to the pool: nothing half-read is kept.

@@ -221,8 +221,30 @@ fn misses_are_read_in_file_order_and_hits_are_lent_first() {
     assert_eq!(serve(&mut store, 1, &[2, 3, 4, 5]).unwrap(), [2, 3, 5, 4]);
     assert_eq!(taken.lock().unwrap()[4..], [7, 8]);
     let stats = store.stats();
-    assert_eq!((stats.requested, stats.hits, stats.misses, stats.reads), (8, 2, 6, 6));
-    assert_eq!((stats.bytes, stats.useful_bytes), (6 * SECTOR, 6 * 72));
+    assert_eq!((stats.requested, stats.hits, stats.misses), (8, 2, 6));
+    let device = store.device_stats();
+    assert_eq!((device.reads, device.bytes, stats.useful_bytes), (6, 6 * SECTOR, 6 * 72));
+}
+
+#[test]
+fn every_read_is_timed_from_submission_to_completion_and_its_queue_apart() {
+    let fixture = fixture();
+    let ms = Duration::from_millis;
+    // One at a time, and each takes 10 ms: a union of four ends at 10, 20, 30 and 40 ms.
+    let serial = SimConfig { delay: ms(10)..ms(10), depth_bytes: 1, ..SimConfig::calm(1) };
+    let mut store = fixture.simulated(6, &serial);
+    assert_eq!(store.read_times().at(0.5), None);
+    serve(&mut store, 0, &[0, 1, 2, 3]).unwrap();
+    for (share, expected) in [(0.25, 10.0), (0.5, 20.0), (0.75, 30.0), (0.99, 40.0)] {
+        let at = store.read_times().at(share).unwrap().as_secs_f64() * 1e3;
+        assert!((at / expected - 1.0).abs() <= 0.01, "{share}: {at} ms of {expected}");
+    }
+    let device = store.device_stats();
+    assert_eq!((device.queued_ns, device.service_ns, device.busy_ns), (60_000_000, 40_000_000, 40_000_000));
+    // What was counted before is another generation's; a hit is no read.
+    store.reset_stats();
+    serve(&mut store, 0, &[0]).unwrap();
+    assert_eq!((store.read_times().at(0.5), store.device_stats().reads, store.device_stats().service_ns), (None, 0, 0));
 }
 
 #[test]
@@ -293,7 +315,7 @@ fn a_wanted_hit_is_not_evicted_for_a_miss_of_the_same_request() {
     store.reset_stats();
     // File order alone would read 0 into the slab of one of the hits before it is lent.
     assert_eq!(serve(&mut store, 0, &[0, 4, 5]).unwrap(), [4, 5, 0]);
-    assert_eq!((store.stats().hits, store.stats().reads), (2, 1));
+    assert_eq!((store.stats().hits, store.device_stats().reads), (2, 1));
 }
 
 #[test]
@@ -511,7 +533,7 @@ fn with_every_read_checked_a_damaged_expert_is_refused_each_time_and_the_others_
         assert_no_slab_is_lost(&store);
         assert_eq!(serve(&mut store, 1, &[0, 1, 2, 3, 5]).unwrap().len(), 5);
     }
-    assert_eq!(store.stats().checked, store.stats().reads, "each read, the refused ones too");
+    assert_eq!(store.stats().checked, store.device_stats().reads, "each read, the refused ones too");
 }
 
 #[test]
@@ -542,11 +564,11 @@ fn a_sample_checks_the_first_read_of_what_the_seed_draws_and_refuses_it_until_it
             }
         }
         // One slab: all of them are read again, and none is a first read.
-        let before = store.stats();
+        let (before, reads) = (store.stats(), store.device_stats().reads);
         for layer in 0..LAYERS {
             serve(&mut store, layer, &[0, 1, 2, 3, 4, 5]).unwrap();
         }
-        assert_eq!((store.stats().checked, store.stats().reads), (before.checked, before.reads + 12));
+        assert_eq!((store.stats().checked, store.device_stats().reads), (before.checked, reads + 12));
         drawn
     };
     assert!((0..64).any(|seed| drawn(seed).is_empty()));

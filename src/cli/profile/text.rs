@@ -131,19 +131,25 @@ pub fn disk_how(stats: &Stats) -> String {
 /// How long reads took, and how much of that was felt.
 pub fn disk_felt(stats: &Stats) -> String {
     let io = &stats.io;
-    let [service, busy, wait] = [io.service_s, io.busy_s, io.wait_s].map(time);
+    let [queued, service, busy, wait] = [io.queued_s, io.service_s, io.busy_s, io.wait_s].map(time);
     let hidden = time((io.busy_s - io.wait_s).max(0.0));
     format!(
-        "Reads took {service} added up, with their time in the queue, and {busy} side by side: {wait} of it was waited \
-         for, {hidden} was hidden behind arithmetic"
+        "Added up, reads stood in the queue for {queued} and were served for {service}; side by side that was {busy}: \
+         {wait} of it was waited for, {hidden} was hidden behind arithmetic"
     )
 }
 
-/// How long the read of one expert takes.
+/// How long the read of one expert takes, and what of the processor reads take.
 pub fn slab_times(stats: &Stats) -> String {
     let ms = |ms: Option<f64>| ms.map_or_else(|| UNKNOWN.to_owned(), |ms| micros(ms * 1e3));
     let io = &stats.io;
-    format!("One expert takes {} in the median, {} at the 99th percentile", ms(io.slab_p50_ms), ms(io.slab_p99_ms))
+    let cpu =
+        io.cpu_s.map_or_else(String::new, |cpu| format!("; the threads that read took {} of a processor", time(cpu)));
+    format!(
+        "One expert takes {} in the median, {} at the 99th percentile, its time in the queue included{cpu}",
+        ms(io.slab_p50_ms),
+        ms(io.slab_p99_ms)
+    )
 }
 
 /// The rate against what the drive can do.
