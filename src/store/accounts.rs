@@ -25,11 +25,11 @@ pub struct StoreStats {
     pub late: u64,
     /// Guesses whose read was submitted.
     pub guessed: u64,
-    /// Guesses taken back before their read began.
+    /// Guesses taken back before they were read, or before they were wholly read.
     pub cancelled: u64,
     /// Guesses that were read and not asked for by the request they were for.
     pub wasted: u64,
-    /// Bytes of the files read for those.
+    /// Bytes of the files read for those, and for guesses that were taken back half read.
     pub wasted_bytes: u64,
     /// Bytes of the experts that were read, without what lies around them.
     pub useful_bytes: u64,

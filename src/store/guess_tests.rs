@@ -96,8 +96,8 @@ fn a_guess_that_is_still_being_read_is_waited_for_and_not_read_again() {
     let (mut store, taken) = slow(&fixture, 6);
     store.allow_guesses(4, 2);
     serve_and_hint(&mut store, 0, &[0], &[1, 2, 3]).unwrap();
-    // The drive has 3, in sector 9, and 2 and 1 wait, in 10 and 11: now demands like 5, in 7, which the sweep has passed.
-    assert_eq!(serve(&mut store, 1, &[1, 2, 3, 5]).unwrap(), [3, 2, 1, 5]);
+    // The drive has 1, the likeliest, and 2 and 3 wait, in sectors 10 and 9: now demands like 5, in 7.
+    assert_eq!(serve(&mut store, 1, &[1, 2, 3, 5]).unwrap(), [1, 5, 3, 2]);
     let stats = store.stats();
     assert_eq!((stats.late, stats.guessed, stats.cancelled, stats.wasted), (3, 3, 0, 0));
     assert_eq!((stats.requested, stats.hits, stats.prefetched, stats.misses), (5, 0, 0, 5));

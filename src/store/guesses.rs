@@ -2,10 +2,11 @@
 //!
 //! A guess is for one layer. It may take an empty slot, or the slot that the next miss would take: the cache's own
 //! measure says that nothing is worth less than what is there, and the router's score says that the guess is worth
-//! more. Until its layer has asked, the cache's policy knows nothing of it, and it is no victim. What keeps a run of bad guesses from emptying the cache is the bound on slots that hold guesses, all layers
-//! together; it also leaves demand the slots it needs. The request of the layer judges: what it asks for becomes an
-//! ordinary member of the cache, everything else is taken back from the device's queue where its read has not begun, and
-//! is the next victim where it has.
+//! more. Until its layer has asked, the cache's policy knows nothing of it, and it is no victim. What keeps a run of bad
+//! guesses from emptying the cache is the bound on slots that hold guesses, all layers together; it also leaves demand the
+//! slots it needs. The request of the layer judges: what it asks for becomes an
+//! ordinary member of the cache, everything else is taken back from the device as far as the kernel does not have it, and
+//! is the next victim where it was read.
 
 use millstream_io::{Priority, Slab};
 
@@ -189,7 +190,7 @@ impl ExpertStore {
         self.accounts.stats.wasted_bytes += self.table.read_bytes(key);
     }
 
-    /// Takes in a read that the device gave back without beginning it. A request may have begun to wait for it
+    /// Takes in a read that the device gave back before it was over. A request may have begun to wait for it
     /// meanwhile: then it is a miss like any other.
     pub(super) fn taken_back(&mut self, slot: u32, key: ExpertKey, wanted: bool, slab: Slab) {
         drop(slab);

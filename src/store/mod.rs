@@ -493,6 +493,7 @@ impl ExpertStore {
             unreachable!("the device completed slot {slot}, which is not being read");
         };
         if done.result == Err(IoError::Cancelled) {
+            self.accounts.stats.wasted_bytes += done.bytes;
             self.taken_back(slot, key, wanted, done.slab);
             return Ok(true);
         }

@@ -188,8 +188,9 @@ pub trait Device: Send {
     /// Reads submitted and not reaped.
     fn in_flight(&self) -> usize;
 
-    /// Takes back the lookahead reads that have not started; they come back as completions with
-    /// [`IoError::Cancelled`]. Returns how many.
+    /// Takes back the lookahead reads that are not wholly handed out; they come back as completions with
+    /// [`IoError::Cancelled`], one that has begun once the kernel is done with its part, whose bytes it counts. Returns how
+    /// many.
     fn cancel_lookahead(&mut self) -> usize;
 
     /// Makes a demand of the lookahead read called `tag`: somebody waits for it now. No effect where there is none.

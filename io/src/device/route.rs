@@ -12,7 +12,9 @@
 use crate::device::Priority;
 use crate::device::schedule::RequestCap;
 use crate::drive::{DriveSet, DriveStats};
-use crate::limits::{PROBE_PAUSE_NS_MAX, PROBE_PAUSES, RATE_WINDOW_NS, STALL_NS_MIN, STALL_TIMES, UNKNOWN_CALLS_MAX};
+use crate::limits::{
+    LOOKAHEAD_NS, PROBE_PAUSE_NS_MAX, PROBE_PAUSES, RATE_WINDOW_NS, STALL_NS_MIN, STALL_TIMES, UNKNOWN_CALLS_MAX,
+};
 
 /// What each drive has in hand, how fast it is, and how much more it may be given.
 pub(crate) struct Router {
@@ -94,13 +96,20 @@ impl Router {
         best.map(|(drive, _)| drive)
     }
 
-    /// Whether `drive` may have `len` bytes more in hand. Lookahead leaves a quarter of the depth to demand. One
-    /// request always passes, or a depth below the request size would stop everything.
+    /// Whether `drive` may have `len` bytes more in hand. One request always passes, or a depth below the request size
+    /// would stop everything.
+    ///
+    /// A guess is read only where the drive would soon have nothing to do: a demand that comes next waits for what is in
+    /// its hands, and a guess that turns out wrong cannot be called back from there. Two requests at least, as one alone
+    /// leaves the drive idle between them; and never so much that a demand would find no room.
     pub fn fits(&self, drive: usize, len: u32, priority: Priority) -> bool {
         let lane = &self.lanes[drive];
         let depth = match priority {
             Priority::Demand => self.depth_bytes,
-            Priority::Lookahead => self.depth_bytes / 4 * 3,
+            Priority::Lookahead => {
+                let soon = lane.rate().map_or(0, |rate| (rate * LOOKAHEAD_NS as f64) as u64);
+                soon.max(2 * u64::from(len)).min(self.depth_bytes / 4 * 3)
+            }
         };
         let queue = |cap: RequestCap| lane.requests_out + cap.taken_by(len) <= cap.requests;
         let room = lane.bytes_out + u64::from(len) <= depth && lane.cap.is_none_or(queue);

@@ -74,11 +74,13 @@ pub(crate) struct Schedule {
     free_slots: Vec<u32>,
     /// Reads that are not being handed out, sorted. Nothing of a lookahead here has been handed out.
     waiting: Vec<Waiting>,
+    /// Lookahead reads admitted so far.
+    guesses: u64,
     /// The read being handed out, one for each priority.
     current: [Option<u32>; 2],
-    /// Where the last read that started lies: the sweep goes on upwards from here, so that no read is passed over
+    /// Where the last demand that started lies: the sweep goes on upwards from here, so that no read is passed over
     /// for ever by newcomers in front of it.
-    head: Option<(FileId, u64)>,
+    head: Option<Turn>,
     ops: Vec<Op>,
     free_ops: Vec<u32>,
     /// Operations to be called again.
@@ -95,10 +97,26 @@ pub(crate) struct Schedule {
 /// A read that waits for its turn, by the order in which reads are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Waiting {
-    priority: Priority,
-    place: (FileId, u64),
+    turn: Turn,
     submitted_ns: u64,
     slot: u32,
+}
+
+/// Demands are all needed, so they are read in the order of the file, before any lookahead. Of guesses only the first few
+/// are ever read, so those go in the order in which they were admitted: the likeliest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Turn {
+    Demand(FileId, u64),
+    Lookahead(u64),
+}
+
+impl Turn {
+    fn priority(self) -> Priority {
+        match self {
+            Turn::Demand(..) => Priority::Demand,
+            Turn::Lookahead(_) => Priority::Lookahead,
+        }
+    }
 }
 
 struct Active {
@@ -144,6 +162,7 @@ impl Schedule {
             slots: (0..reads).map(|_| None).collect(),
             free_slots: (0..reads as u32).rev().collect(),
             waiting: Vec::with_capacity(reads),
+            guesses: 0,
             current: [None; 2],
             head: None,
             ops: vec![Op::default(); calls],
@@ -199,7 +218,9 @@ impl Schedule {
         let (priority, segment) = (active.read.priority, active.read.segments[active.segment]);
         let rest = segment.len - active.inside;
         let busy = self.waiting.len() + self.calls_out() > self.limits.whole_when_waiting;
-        let len = if busy { rest } else { rest.min(self.limits.chunk_bytes) };
+        // A guess can be stopped between requests only.
+        let whole = busy && priority == Priority::Demand;
+        let len = if whole { rest } else { rest.min(self.limits.chunk_bytes) };
         if self.free_ops.is_empty() {
             return None;
         }
@@ -209,7 +230,10 @@ impl Schedule {
         let op = self.free_ops.pop()?;
         self.tick(now_ns);
         if let Some(position) = position {
-            self.head = Some(self.waiting.remove(position).place);
+            let turn = self.waiting.remove(position).turn;
+            if priority == Priority::Demand {
+                self.head = Some(turn);
+            }
             self.current[priority as usize] = Some(slot);
         }
         let active = self.slots[slot as usize].as_mut()?;
@@ -334,11 +358,26 @@ impl Schedule {
 
     pub fn cancel_lookahead(&mut self, now_ns: u64) -> usize {
         let mut count = 0;
-        while let Some(last) = self.waiting.pop_if(|last| last.priority == Priority::Lookahead) {
+        while let Some(last) = self.waiting.pop_if(|last| last.turn.priority() == Priority::Lookahead) {
             self.finish(last.slot, Err(IoError::Cancelled), now_ns);
             count += 1;
         }
+        // What is in the kernel's hands comes back first.
+        if let Some(slot) = self.current[Priority::Lookahead as usize].take() {
+            self.cut_short(slot, now_ns);
+            count += 1;
+        }
         count
+    }
+
+    /// Hands out no more of a read that has begun.
+    fn cut_short(&mut self, slot: u32, now_ns: u64) {
+        let Some(active) = &mut self.slots[slot as usize] else { return };
+        // Behind every place: an error that came before is reported instead, as it may concern other reads too.
+        active.failure.get_or_insert((u32::MAX, IoError::Cancelled));
+        if active.outstanding == 0 {
+            self.finish(slot, Err(IoError::Cancelled), now_ns);
+        }
     }
 
     /// Makes a demand of the lookahead read called `tag`, where there is one: what of it has not been handed out goes
@@ -444,8 +483,12 @@ impl Schedule {
     /// Puts a read where its turn is among those that wait.
     fn wait_in_line(&mut self, slot: u32) {
         let Some(Active { read, submitted_ns, .. }) = &self.slots[slot as usize] else { return };
-        let place = (read.segments[0].file, read.segments[0].offset);
-        let newcomer = Waiting { priority: read.priority, place, submitted_ns: *submitted_ns, slot };
+        let turn = match read.priority {
+            Priority::Demand => Turn::Demand(read.segments[0].file, read.segments[0].offset),
+            Priority::Lookahead => Turn::Lookahead(self.guesses),
+        };
+        self.guesses += u64::from(read.priority == Priority::Lookahead);
+        let newcomer = Waiting { turn, submitted_ns: *submitted_ns, slot };
         let position = self.waiting.partition_point(|other| *other < newcomer);
         self.waiting.insert(position, newcomer);
     }
@@ -457,20 +500,20 @@ impl Schedule {
         not_before_ns <= now_ns && self.router.fits(drive, chunk.len - chunk.got, priority)
     }
 
-    /// The read to hand out from: of each priority first the one that has started, then the next upwards of `head`,
-    /// then the lowest. With its position where it waits.
+    /// The read to hand out from: of each priority first the one that has started; then the next demand upwards of
+    /// `head`, the lowest, or the first guess. With its position where it waits.
     fn choose(&self) -> Option<(u32, Option<usize>)> {
+        let above = self.waiting.partition_point(|other| Some(other.turn) <= self.head);
         for priority in [Priority::Demand, Priority::Lookahead] {
             if let Some(slot) = self.current[priority as usize] {
                 return Some((slot, None));
             }
-            let from = self.waiting.partition_point(|other| other.priority < priority);
-            let passed = |other: &Waiting| (other.priority, Some(other.place)) <= (priority, self.head);
-            let above = self.waiting.partition_point(passed);
-            for position in [above, from] {
-                if let Some(found) = self.waiting.get(position).filter(|found| found.priority == priority) {
-                    return Some((found.slot, Some(position)));
-                }
+            let of_priority = |position: &usize| {
+                self.waiting.get(*position).is_some_and(|waiting| waiting.turn.priority() == priority)
+            };
+            // The lowest demand is the first of all that wait; above the last demand the guesses begin.
+            if let Some(position) = [above, 0].into_iter().find(of_priority) {
+                return Some((self.waiting[position].slot, Some(position)));
             }
         }
         None
@@ -678,6 +721,33 @@ mod tests {
     }
 
     #[test]
+    fn of_guesses_the_first_goes_first_and_what_is_not_handed_out_can_be_taken_back() {
+        let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
+        for (tag, offset) in [(0, 9), (1, 2), (2, 5)] {
+            let read = read(tag, Priority::Lookahead, offset * u64::from(SLAB));
+            schedule.admit(read, pool.take().unwrap(), 0).unwrap();
+        }
+        let handed_out: Vec<Issue> = std::iter::from_fn(|| schedule.next(0)).collect();
+        let chunks: Vec<u64> = handed_out.iter().map(|issue| issue.offset / u64::from(CHUNK)).collect();
+        assert_eq!(chunks, [36, 37], "two requests of the first, though another lies before it");
+        // A chunk a millisecond makes four in hand, of which one is there: the rest of the first, one of the second.
+        schedule.complete(handed_out[0].op, CHUNK as i32, 1_000_000);
+        let more: Vec<Issue> = std::iter::from_fn(|| schedule.next(1_000_000)).collect();
+        let chunks: Vec<u64> = more.iter().map(|issue| issue.offset / u64::from(CHUNK)).collect();
+        assert_eq!(chunks, [38, 39, 8]);
+        assert_eq!(schedule.cancel_lookahead(1_000_000), 2, "half of the second, and the third");
+        assert!(schedule.next(2_000_000).is_none() && !schedule.has_work());
+        for issue in handed_out[1..].iter().chain(&more) {
+            schedule.complete(issue.op, CHUNK as i32, 3_000_000);
+        }
+        let done: Vec<_> =
+            std::iter::from_fn(|| schedule.take_ready()).map(|done| (done.tag, done.result, done.bytes)).collect();
+        let (whole, cancelled) = (u64::from(SLAB), Err(IoError::Cancelled));
+        assert_eq!(done, [(2, cancelled.clone(), 0), (0, Ok(()), whole), (1, cancelled, u64::from(CHUNK))]);
+        assert_eq!((schedule.in_flight(), schedule.started, pool.free()), (0, 0, 8));
+    }
+
+    #[test]
     fn a_promoted_read_goes_in_its_turn_among_the_demands_and_is_finished_once() {
         let mib = u64::from(SLAB);
         let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
@@ -782,9 +852,9 @@ mod tests {
         for tag in 0..3 {
             schedule.admit(read(tag, Priority::Lookahead, tag << 20), pool.take().unwrap(), 0).unwrap();
         }
-        assert_eq!(offsets(&mut schedule), [0, 1, 2, 3, 4, 5], "lookahead leaves a quarter to demand");
+        assert_eq!(offsets(&mut schedule), [0, 1], "of a drive that is not known yet");
         schedule.admit(read(7, Priority::Demand, 64 << 20), pool.take().unwrap(), 0).unwrap();
-        assert_eq!(offsets(&mut schedule), [256, 257]);
+        assert_eq!(offsets(&mut schedule), [256, 257, 258, 259], "demand has what lookahead leaves");
 
         let (mut schedule, pool, _file) = self::schedule(u64::MAX, 3);
         schedule.admit(read(0, Priority::Demand, 0), pool.take().unwrap(), 0).unwrap();

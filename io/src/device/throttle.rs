@@ -3,14 +3,15 @@
 //!
 //! Time is real. A read goes to the inner device at once, and its completion is held back until the drive that is played
 //! would be done with it, so the inner device has to be the faster one. The played drive takes reads from its own queue,
-//! demands before lookahead and else in the order of submission; once it has begun a read, nothing stops it.
+//! demands before lookahead and else in the order of submission, and a guess only when it is nearly out of work, as the
+//! other devices do; once it has begun a read, nothing stops it.
 
 use std::time::{Duration, Instant};
 
 use crate::device::{Completion, Device, DeviceReport, DeviceStats, Priority, Read, RejectReason, Rejected, Wait};
 use crate::drive::DriveStats;
 use crate::error::IoError;
-use crate::limits::{QUEUE_READS, QUEUE_READS_MAX, THROTTLE_SPIN};
+use crate::limits::{LOOKAHEAD_NS, QUEUE_READS, QUEUE_READS_MAX, THROTTLE_SPIN};
 use crate::pool::Slab;
 
 /// The drive that is played.
@@ -279,18 +280,30 @@ impl Drive {
         loop {
             while self.served < self.cfg.parallelism && self.serve_next() {}
             let ends = self.entries.iter().enumerate().filter_map(|(i, entry)| Some((entry.as_ref()?.end_ns()?, i)));
-            match ends.min() {
-                Some((end_ns, entry)) if end_ns <= now_ns => self.end(entry, end_ns),
+            let guess_ns = self.guess_ns().filter(|at| *at > self.clock_ns);
+            match (ends.min(), guess_ns) {
+                (Some((end_ns, entry)), guess_ns) if end_ns <= guess_ns.unwrap_or(end_ns).min(now_ns) => {
+                    self.end(entry, end_ns);
+                }
+                (_, Some(guess_ns)) if guess_ns <= now_ns => self.tick(guess_ns),
                 _ => break,
             }
         }
         self.tick(now_ns);
     }
 
+    /// When a guess may be begun that waits for nothing but the way out: once that has little left to carry.
+    fn guess_ns(&self) -> Option<u64> {
+        let may = self.waiting > 0 && self.served > 0 && self.served < self.cfg.parallelism;
+        may.then(|| self.free_at_ns.saturating_sub(LOOKAHEAD_NS))
+    }
+
     /// Begins the waiting read whose turn it is.
     fn serve_next(&mut self) -> bool {
+        let too_early = self.guess_ns().is_some_and(|at| at > self.clock_ns);
         let waiting = self.entries.iter_mut().flatten().filter(|entry| entry.phase == Phase::Waiting);
-        let Some(entry) = waiting.min_by_key(|entry| (entry.priority, entry.order)) else { return false };
+        let next = waiting.min_by_key(|entry| (entry.priority, entry.order));
+        let Some(entry) = next.filter(|entry| entry.priority == Priority::Demand || !too_early) else { return false };
         let transfer_ns = u128::from(entry.bytes) * 1_000_000_000 / u128::from(self.cfg.bytes_per_s);
         let first_byte_ns = (self.clock_ns + self.cfg.latency.as_nanos() as u64).max(self.free_at_ns);
         self.free_at_ns = first_byte_ns + transfer_ns as u64;
@@ -478,6 +491,24 @@ mod tests {
         submit(&mut drive, &pool, 7, Priority::Demand, MS);
         assert_eq!(drive.promote(2).collect::<Vec<_>>(), [2]);
         assert_eq!(done(&mut drive, 100 * MS), [(0, 5), (2, 10), (7, 14), (1, 20)], "2 was submitted before 7");
+    }
+
+    #[test]
+    fn a_guess_waits_until_the_drive_is_nearly_out_of_work() {
+        // 3 ms to the first byte and 2 ms a read: four reads at once end after 5, 7, 9 and 11 ms.
+        let (mut drive, pool) = drive(8);
+        for tag in 0..4 {
+            submit(&mut drive, &pool, tag, Priority::Demand, 0);
+        }
+        submit(&mut drive, &pool, 8, Priority::Lookahead, 0);
+        submit(&mut drive, &pool, 9, Priority::Lookahead, 0);
+        // The first is begun 4 ms before the drive is through, and so is the second, 4 ms before the end of the first.
+        submit(&mut drive, &pool, 7, Priority::Demand, 8 * MS);
+        assert_eq!(drive.cancel_lookahead(), 1);
+        drive.advance(8 * MS);
+        let over: Vec<_> = std::iter::from_fn(|| drive.take_done()).map(|done| done.tag).collect();
+        assert_eq!(over, [9, 0, 1]);
+        assert_eq!(done(&mut drive, 100 * MS), [(2, 9), (3, 11), (8, 13), (7, 7)]);
     }
 
     #[test]
