@@ -2,6 +2,7 @@
 
 mod clock;
 mod host;
+mod line;
 mod map;
 mod progress;
 mod ring;
