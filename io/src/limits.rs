@@ -70,9 +70,11 @@ pub const STRIPE_BYTES: u32 = 2 << 20;
 pub const RATE_WINDOW_NS: u64 = 100_000_000;
 /// Requests that a drive may have in hand while its rate is not known.
 pub const UNKNOWN_CALLS_MAX: usize = 2;
-/// A drive is given a guess when it would be done with what it has within this time: long enough for whoever hands out
-/// the next one to be late, short beside the read of an expert.
-pub const LOOKAHEAD_NS: u64 = 4_000_000;
+/// Requests that a drive has in hand at most with one of a guess among them: with a single one it would be idle until
+/// the next is handed out.
+pub const LOOKAHEAD_CALLS: usize = 2;
+/// And a single one where what it has takes longer than this: no request is handed out as late as that.
+pub const LOOKAHEAD_NS: u64 = 2_000_000;
 /// A drive that was left out for being slow is asked again after so many times as long as a request takes it.
 pub const PROBE_PAUSES: u64 = 32;
 /// Longest time of work of the others until it is asked again.

@@ -13,7 +13,8 @@ use crate::device::Priority;
 use crate::device::schedule::RequestCap;
 use crate::drive::{DriveSet, DriveStats};
 use crate::limits::{
-    LOOKAHEAD_NS, PROBE_PAUSE_NS_MAX, PROBE_PAUSES, RATE_WINDOW_NS, STALL_NS_MIN, STALL_TIMES, UNKNOWN_CALLS_MAX,
+    LOOKAHEAD_CALLS, LOOKAHEAD_NS, PROBE_PAUSE_NS_MAX, PROBE_PAUSES, RATE_WINDOW_NS, STALL_NS_MIN, STALL_TIMES,
+    UNKNOWN_CALLS_MAX,
 };
 
 /// What each drive has in hand, how fast it is, and how much more it may be given.
@@ -99,21 +100,18 @@ impl Router {
     /// Whether `drive` may have `len` bytes more in hand. One request always passes, or a depth below the request size
     /// would stop everything.
     ///
-    /// A guess is read only where the drive would soon have nothing to do: a demand that comes next waits for what is in
-    /// its hands, and a guess that turns out wrong cannot be called back from there. Two requests at least, as one alone
-    /// leaves the drive idle between them; and never so much that a demand would find no room.
+    /// A guess is read only where the drive has nothing to do, or soon would have: a demand that comes next waits for what
+    /// is in its hands, and a guess that turns out wrong cannot be called back from there.
     pub fn fits(&self, drive: usize, len: u32, priority: Priority) -> bool {
         let lane = &self.lanes[drive];
-        let depth = match priority {
-            Priority::Demand => self.depth_bytes,
-            Priority::Lookahead => {
-                let soon = lane.rate().map_or(0, |rate| (rate * LOOKAHEAD_NS as f64) as u64);
-                soon.max(2 * u64::from(len)).min(self.depth_bytes / 4 * 3)
-            }
+        let calls_max = match priority {
+            Priority::Demand => self.calls_max,
+            Priority::Lookahead if lane.is_through_within(LOOKAHEAD_NS) => self.calls_max.min(LOOKAHEAD_CALLS),
+            Priority::Lookahead => 1,
         };
         let queue = |cap: RequestCap| lane.requests_out + cap.taken_by(len) <= cap.requests;
-        let room = lane.bytes_out + u64::from(len) <= depth && lane.cap.is_none_or(queue);
-        lane.calls_out == 0 || (room && lane.calls_out < self.calls_max)
+        let room = lane.bytes_out + u64::from(len) <= self.depth_bytes && lane.cap.is_none_or(queue);
+        lane.calls_out == 0 || (room && lane.calls_out < calls_max)
     }
 
     /// A call for `len` bytes goes to `drive`.
@@ -190,6 +188,11 @@ impl Lane {
     /// Bytes a nanosecond; `None` before anything came.
     fn rate(&self) -> Option<f64> {
         (self.recent_bytes > 0 && self.recent_ns > 0).then(|| self.recent_bytes as f64 / self.recent_ns as f64)
+    }
+
+    /// Whether the drive, at the rate it has shown, would be done with what it has in hand.
+    fn is_through_within(&self, ns: u64) -> bool {
+        self.rate().is_some_and(|rate| self.bytes_out as f64 <= rate * ns as f64)
     }
 
     /// When an answer is owed for [`STALL_TIMES`] as long as everything in hand should take, at the drive's own rate or
@@ -316,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn lookahead_leaves_a_quarter_of_each_drive_to_demand() {
+    fn lookahead_has_two_requests_of_a_fast_drive_and_one_of_a_slow_one() {
         let all = DriveSet::FIRST.with(1);
         let mut router = Router::new(&[None; 2], 4 * u64::from(CHUNK), usize::MAX);
         let fill = |router: &mut Router, priority| {
@@ -327,13 +330,18 @@ mod tests {
             }
             given
         };
-        // One answer each, so that their rates are known.
+        // One answer each, so that their rates are known: they need 1 and 4 ms for a request.
         for drive in 0..2 {
             router.went(drive, CHUNK, 0);
-            router.came(drive, CHUNK, u64::from(CHUNK), 1_000_000);
+            router.came(drive, CHUNK, u64::from(CHUNK), [1, 4][drive] * 1_000_000);
         }
-        assert_eq!(fill(&mut router, Priority::Lookahead), [3, 3]);
-        assert_eq!(fill(&mut router, Priority::Demand), [1, 1]);
+        assert_eq!(fill(&mut router, Priority::Lookahead), [2, 0], "the fast one is worth waiting for");
+        let slow = DriveSet::default().with(1);
+        assert_eq!(router.choose(slow, CHUNK, Priority::Lookahead, 0), Some(1));
+        router.went(1, CHUNK, 0);
+        assert_eq!(router.choose(slow, CHUNK, Priority::Lookahead, 0), None);
+        assert_eq!(fill(&mut router, Priority::Demand), [2, 0]);
+        assert_eq!(fill(&mut router, Priority::Lookahead), [0, 0]);
     }
 
     #[test]

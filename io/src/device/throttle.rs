@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::device::{Completion, Device, DeviceReport, DeviceStats, Priority, Read, RejectReason, Rejected, Wait};
 use crate::drive::DriveStats;
 use crate::error::IoError;
-use crate::limits::{LOOKAHEAD_NS, QUEUE_READS, QUEUE_READS_MAX, THROTTLE_SPIN};
+use crate::limits::{LOOKAHEAD_CALLS, LOOKAHEAD_NS, QUEUE_READS, QUEUE_READS_MAX, THROTTLE_SPIN};
 use crate::pool::Slab;
 
 /// The drive that is played.
@@ -280,30 +280,21 @@ impl Drive {
         loop {
             while self.served < self.cfg.parallelism && self.serve_next() {}
             let ends = self.entries.iter().enumerate().filter_map(|(i, entry)| Some((entry.as_ref()?.end_ns()?, i)));
-            let guess_ns = self.guess_ns().filter(|at| *at > self.clock_ns);
-            match (ends.min(), guess_ns) {
-                (Some((end_ns, entry)), guess_ns) if end_ns <= guess_ns.unwrap_or(end_ns).min(now_ns) => {
-                    self.end(entry, end_ns);
-                }
-                (_, Some(guess_ns)) if guess_ns <= now_ns => self.tick(guess_ns),
+            match ends.min() {
+                Some((end_ns, entry)) if end_ns <= now_ns => self.end(entry, end_ns),
                 _ => break,
             }
         }
         self.tick(now_ns);
     }
 
-    /// When a guess may be begun that waits for nothing but the way out: once that has little left to carry.
-    fn guess_ns(&self) -> Option<u64> {
-        let may = self.waiting > 0 && self.served > 0 && self.served < self.cfg.parallelism;
-        may.then(|| self.free_at_ns.saturating_sub(LOOKAHEAD_NS))
-    }
-
     /// Begins the waiting read whose turn it is.
     fn serve_next(&mut self) -> bool {
-        let too_early = self.guess_ns().is_some_and(|at| at > self.clock_ns);
+        let in_hand_ns = self.free_at_ns.saturating_sub(self.clock_ns);
+        let may_guess = self.served == 0 || (self.served < LOOKAHEAD_CALLS && in_hand_ns <= LOOKAHEAD_NS);
         let waiting = self.entries.iter_mut().flatten().filter(|entry| entry.phase == Phase::Waiting);
         let next = waiting.min_by_key(|entry| (entry.priority, entry.order));
-        let Some(entry) = next.filter(|entry| entry.priority == Priority::Demand || !too_early) else { return false };
+        let Some(entry) = next.filter(|entry| entry.priority == Priority::Demand || may_guess) else { return false };
         let transfer_ns = u128::from(entry.bytes) * 1_000_000_000 / u128::from(self.cfg.bytes_per_s);
         let first_byte_ns = (self.clock_ns + self.cfg.latency.as_nanos() as u64).max(self.free_at_ns);
         self.free_at_ns = first_byte_ns + transfer_ns as u64;
@@ -502,13 +493,13 @@ mod tests {
         }
         submit(&mut drive, &pool, 8, Priority::Lookahead, 0);
         submit(&mut drive, &pool, 9, Priority::Lookahead, 0);
-        // The first is begun 4 ms before the drive is through, and so is the second, 4 ms before the end of the first.
-        submit(&mut drive, &pool, 7, Priority::Demand, 8 * MS);
+        // The first is begun when the last of four is left, after 9 ms, and the second beside it after 11.
+        submit(&mut drive, &pool, 7, Priority::Demand, 10 * MS);
         assert_eq!(drive.cancel_lookahead(), 1);
-        drive.advance(8 * MS);
+        drive.advance(10 * MS);
         let over: Vec<_> = std::iter::from_fn(|| drive.take_done()).map(|done| done.tag).collect();
-        assert_eq!(over, [9, 0, 1]);
-        assert_eq!(done(&mut drive, 100 * MS), [(2, 9), (3, 11), (8, 13), (7, 7)]);
+        assert_eq!(over, [9, 0, 1, 2]);
+        assert_eq!(done(&mut drive, 100 * MS), [(3, 11), (8, 14), (7, 6)]);
     }
 
     #[test]
