@@ -1,9 +1,11 @@
-//! What overlap and reading ahead are worth, in every position of their switches, on drives of every speed.
+//! What overlap and reading ahead are worth, in every fixed position of their switches and left to themselves, on drives
+//! of every speed.
 //!
 //! `cargo bench --bench pipeline` draws a model of a few hundred megabytes, measures what a token of it takes without
 //! reading, and plays drives beside which that is little, as much, or a lot, and one that serves one read after the other.
 //! On each of them every position of `--pipeline` and `--prefetch` generates the same tokens, the positions taking turns,
-//! round after round; medians are printed as a Markdown table. The experts come from the page cache, so that the played
+//! round after round, forwards and backwards; medians are printed as a Markdown table. `auto` is compared with the best
+//! fixed position round by round. The experts come from the page cache, so that the played
 //! drive is the slower one; one thread computes, and in f32, so
 //! that copying has a core of its own and takes little of its time. Under `cargo test` it does the
 //! same with a few tokens. `MILLSTREAM_BENCH_DIR` names the directory of the model, which is removed at the end.
@@ -31,7 +33,11 @@ const PARALLEL: usize = 8;
 /// Before the first byte of a read.
 const LATENCY: Duration = Duration::from_micros(80);
 
-const SWITCHES: [(&str, Switch); 3] = [("on", Switch::On), ("off", Switch::Off), ("auto", Switch::Auto)];
+/// Of `--pipeline` and `--prefetch`; the last is compared with the others.
+const POSITIONS: [[(&str, Switch); 2]; 5] = [[ON, ON], [ON, OFF], [OFF, ON], [OFF, OFF], [AUTO, AUTO]];
+const ON: (&str, Switch) = ("on", Switch::On);
+const OFF: (&str, Switch) = ("off", Switch::Off);
+const AUTO: (&str, Switch) = ("auto", Switch::Auto);
 
 /// How much one measurement does.
 struct Size {
@@ -43,7 +49,7 @@ struct Size {
 fn main() -> Result<(), Box<dyn Error>> {
     let measuring = std::env::args().any(|arg| arg == "--bench");
     let size = match measuring {
-        true => Size { preset: "medium", tokens: 32, rounds: 3 },
+        true => Size { preset: "medium", tokens: 32, rounds: 9 },
         false => Size { preset: "small", tokens: 6, rounds: 1 },
     };
     let dir = std::env::var_os("MILLSTREAM_BENCH_DIR")
@@ -98,14 +104,14 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// Prints the table of one drive.
 fn regime(model: &Path, name: &str, drive: &ThrottleConfig, size: &Size) -> Result<(), Box<dyn Error>> {
     let mut arms = vec![];
-    for (pipeline_name, pipeline) in SWITCHES {
-        for (prefetch_name, prefetch) in SWITCHES {
-            arms.push((pipeline_name, prefetch_name, open(model, Some(*drive), pipeline, prefetch)?, vec![]));
-        }
+    for [(pipeline_name, pipeline), (prefetch_name, prefetch)] in POSITIONS {
+        arms.push((pipeline_name, prefetch_name, open(model, Some(*drive), pipeline, prefetch)?, vec![]));
     }
     // The first round fills the cache and is not counted.
     for round in 0..=size.rounds {
-        for (_, _, engine, runs) in &mut arms {
+        for turn in 0..arms.len() {
+            let at = if round % 2 == 0 { turn } else { arms.len() - 1 - turn };
+            let (_, _, engine, runs) = &mut arms[at];
             let stats = generate(engine, size)?;
             if round > 0 {
                 runs.push(stats);
@@ -123,6 +129,7 @@ fn regime(model: &Path, name: &str, drive: &ThrottleConfig, size: &Size) -> Resu
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
     let took = |stats: &Stats| 1e3 * stats.decode_s / stats.decode_steps as f64;
+    let rounds: Vec<Vec<f64>> = arms.iter().map(|(_, _, _, runs)| runs.iter().map(took).collect()).collect();
     let mut table: Vec<(f64, &str, &str, Vec<Stats>)> = vec![];
     for (pipeline, prefetch, _, mut runs) in arms {
         runs.sort_by(|a, b| took(a).total_cmp(&took(b)));
@@ -145,11 +152,22 @@ fn regime(model: &Path, name: &str, drive: &ThrottleConfig, size: &Size) -> Resu
             experts.prefetch_used,
         );
     }
-    let fixed = table.iter().filter(|(_, pipeline, prefetch, _)| *pipeline != "auto" && *prefetch != "auto");
-    let best = fixed.map(|(median, ..)| *median).min_by(f64::total_cmp).unwrap_or(0.0);
-    let auto = table.last().map_or(0.0, |(median, ..)| *median);
+    let (auto, fixed) = rounds.split_last().ok_or("no position")?;
+    let best = (0..fixed.len()).min_by(|&a, &b| table[a].0.total_cmp(&table[b].0)).ok_or("no fixed position")?;
+    let mut ratios: Vec<f64> = auto.iter().zip(&fixed[best]).map(|(auto, best)| auto / best).collect();
+    ratios.sort_by(f64::total_cmp);
+    let quartile = |n: usize| ratios[(ratios.len() - 1) * n / 4];
     let recall = table[0].3[0].experts.lookahead_recall.unwrap_or(0.0);
-    println!("\nauto, auto takes {:.3} of the best fixed positions; recall of guesses {recall:.2}\n", auto / best);
+    println!(
+        "\nauto takes {:.3} of {}, {}, the best fixed position, in the median of {} rounds [quartiles {:.3}..{:.3}]; recall \
+         of guesses {recall:.2}\n",
+        quartile(2),
+        table[best].1,
+        table[best].2,
+        ratios.len(),
+        quartile(1),
+        quartile(3)
+    );
     Ok(())
 }
 
