@@ -99,7 +99,6 @@ impl Engine {
         let tables = [&p.table].into_iter().chain(drafting);
         let (checks, note) = integrity::prepare(config, &checkpoint, &p.files, tables, device)?;
         notes.extend(note);
-        let resident = p.plan.load()?;
         let mut checks = checks.into_iter();
         let mut store = |table: ExpertTable, slabs: u64| -> Result<ExpertStore, EngineError> {
             let pool = SlabPool::new(table.slab_bytes(), slabs as usize)?;
@@ -125,6 +124,9 @@ impl Engine {
             Some((table, scratch)) => Some(Streamed::new(store(table, p.budget.mtp_slabs)?, scratch)),
             None => None,
         };
+        // After the slabs: reading the weights fills memory with pages of their files, and leaves none in pieces as large as
+        // slabs want.
+        let resident = p.plan.load()?;
         if config.prefetch != Switch::Off {
             // As many as one row asks for and again as many that turned out wrong; one row always finds its slots.
             let top_k = checkpoint.arch.moe.top_k;
