@@ -238,7 +238,7 @@ fn values_that_shape_the_model_are_never_defaulted() {
 #[test]
 fn arithmetic_this_engine_lacks_is_refused_by_name() {
     let cases = [
-        ("model_type", json!("olmoe"), "\"olmoe\""),
+        ("model_type", json!("qwen3_moe"), "\"olmoe\""),
         ("scoring_func", json!("softmax"), "\"softmax\""),
         ("topk_method", json!("greedy"), "\"greedy\""),
         ("hidden_act", json!("gelu"), "\"gelu\""),

@@ -521,7 +521,10 @@ fn a_tokenizer_beyond_the_vocabulary_names_both_files() {
 #[test]
 fn small_files_are_named_with_their_directory_and_a_hint_that_fits() {
     for (edit, words) in [
-        (&|c: &mut Value| c["model_type"] = "llama".into(), "not supported: only those of type glm_moe_dsa"),
+        (
+            &|c: &mut Value| c["model_type"] = "llama".into(),
+            "not supported: only those of type glm_moe_dsa and olmoe are",
+        ),
         (
             &|c: &mut Value| c["rope_parameters"]["rope_type"] = "yarn".into(),
             "rotary position embedding is not supported",

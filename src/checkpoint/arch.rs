@@ -5,6 +5,21 @@
 pub enum Family {
     /// GLM-5, 5.1, 5.2 and 5.3: multi-head latent attention, sparse indexer, sigmoid router.
     GlmMoeDsa,
+    /// OLMoE: full attention, softmax router, every layer routed.
+    Olmoe,
+}
+
+impl Family {
+    /// All of them.
+    pub const ALL: [Family; 2] = [Family::GlmMoeDsa, Family::Olmoe];
+
+    /// What `model_type` of config.json calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Family::GlmMoeDsa => "glm_moe_dsa",
+            Family::Olmoe => "olmoe",
+        }
+    }
 }
 
 /// Shapes and rules of a model.
@@ -20,9 +35,9 @@ pub struct Arch {
     pub layers: Vec<LayerArch>,
     /// The multi-token-prediction layer (layer index `layers.len()`), where the checkpoint declares one.
     pub mtp: Option<LayerArch>,
-    /// Attention shapes.
+    /// Kind and shapes of attention.
     pub attention: AttentionArch,
-    /// Shapes of the sparse-attention indexer, where any layer has one.
+    /// Shapes of the sparse-attention indexer, where any layer has one: only beside latent attention.
     pub indexer: Option<IndexerArch>,
     /// Routed and shared experts.
     pub moe: MoeArch,
@@ -30,6 +45,8 @@ pub struct Arch {
     pub norm_eps: f64,
     /// Base of the rotary angles.
     pub rope_theta: f64,
+    /// Which values turn together.
+    pub rope_pairs: RopePairs,
     /// Longest context: what the model declares, at most [`crate::limits::MAX_CONTEXT`].
     pub max_context: usize,
     /// Whether the output head is the embedding matrix.
@@ -70,9 +87,45 @@ pub enum IndexerKind {
     None,
 }
 
+/// Which values of a query or a key a rotation turns together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopePairs {
+    /// Neighbours.
+    Adjacent,
+    /// The same place in both halves.
+    Halves,
+}
+
+/// A kind of attention and its shapes, the same in every layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum AttentionArch {
+    /// A compressed latent is cached.
+    Latent(LatentArch),
+    /// Keys and values are cached.
+    Full(FullArch),
+}
+
+impl AttentionArch {
+    /// Values cached of a position in each layer, index keys aside.
+    pub fn cached(&self) -> usize {
+        match self {
+            AttentionArch::Latent(a) => a.kv_rank + a.rope,
+            AttentionArch::Full(a) => 2 * a.kv_heads * a.dim,
+        }
+    }
+
+    /// Values of a head's query that are rotated.
+    pub fn rotary(&self) -> usize {
+        match self {
+            AttentionArch::Latent(a) => a.rope,
+            AttentionArch::Full(a) => a.dim,
+        }
+    }
+}
+
 /// Shapes of multi-head latent attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AttentionArch {
+pub struct LatentArch {
     /// Query heads.
     pub heads: usize,
     /// Rank of the query's low-rank factor (Rq).
@@ -87,6 +140,19 @@ pub struct AttentionArch {
     pub value: usize,
 }
 
+/// Shapes of full attention with norms over all queries, and over all keys, of a position.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FullArch {
+    /// Query heads.
+    pub heads: usize,
+    /// Key-value heads, a divisor of `heads`.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub dim: usize,
+    /// Queries, keys and values are clamped to this distance from zero.
+    pub clip: Option<f32>,
+}
+
 /// Shapes of the sparse-attention indexer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexerArch {
@@ -98,11 +164,24 @@ pub struct IndexerArch {
     pub top_k: usize,
 }
 
+/// What makes a router's outputs scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scoring {
+    /// The sigmoid of each.
+    Sigmoid,
+    /// A softmax over all experts.
+    Softmax,
+}
+
 /// Experts and their router.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MoeArch {
     /// Routed experts a layer.
     pub experts: usize,
+    /// What makes the router's outputs scores.
+    pub scoring: Scoring,
+    /// Whether a bias steers the choice.
+    pub router_bias: bool,
     /// Experts chosen a token (K).
     pub top_k: usize,
     /// Groups the experts are divided into; 1 is no grouping.

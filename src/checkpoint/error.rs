@@ -297,7 +297,7 @@ fn config_hint(field: &str, found: &str) -> &'static str {
     } else if found == "nothing" {
         "the file lacks a value that decides what the model is: compare it with the one of the model's publisher"
     } else if field == "model_type" {
-        "models of this type are not supported: only those of type glm_moe_dsa are"
+        "models of this type are not supported: only those of type glm_moe_dsa and olmoe are"
     } else if field.starts_with("quantization_config.") {
         "this quantization is not supported: only FP8 (e4m3) in blocks of 128 by 128, and no quantization, are"
     } else if field.starts_with("rope_") && ROPE.contains(&last) {

@@ -158,6 +158,9 @@ fn disable_absent_parts(arch: &mut Arch, tensors: &TensorMap, notes: &mut Vec<St
             "config.json declares an MTP layer but no shard holds {mtp_prefix}*: no speculation from it"
         ));
     }
+    if arch.indexer.is_none() {
+        return;
+    }
     let has_indexer = |layer: usize| required::indexer_names(layer).iter().any(|name| tensors.get(name).is_some());
     let full: Vec<usize> =
         (0..arch.layers.len()).filter(|&layer| arch.layers[layer].indexer == IndexerKind::Full).collect();

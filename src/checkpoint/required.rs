@@ -1,6 +1,6 @@
 //! The tensors a model needs, as data.
 
-use super::arch::{Arch, IndexerKind, LayerArch, MlpKind};
+use super::arch::{Arch, AttentionArch, FullArch, IndexerKind, LatentArch, LayerArch, MlpKind};
 use super::container::MatrixSource;
 use super::error::Result;
 use super::tensors::{Dtype, TensorMap};
@@ -83,10 +83,18 @@ impl Required {
     }
 }
 
+/// The indexer's tensors in a layer.
+const INDEXER: [&str; 5] = [
+    "self_attn.indexer.wq_b.weight",
+    "self_attn.indexer.wk.weight",
+    "self_attn.indexer.k_norm.weight",
+    "self_attn.indexer.k_norm.bias",
+    "self_attn.indexer.weights_proj.weight",
+];
+
 /// Names of the indexer's tensors in a layer.
 pub(crate) fn indexer_names(layer: usize) -> [String; 5] {
-    ["wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"]
-        .map(|tail| format!("model.layers.{layer}.self_attn.indexer.{tail}"))
+    INDEXER.map(|tail| format!("model.layers.{layer}.{tail}"))
 }
 
 pub(crate) fn list(arch: &Arch) -> Vec<Required> {
@@ -138,45 +146,58 @@ pub(crate) fn expert(arch: &Arch, layer: usize, expert: usize) -> [Required; 3] 
 }
 
 fn decoder_layer(list: &mut List, arch: &Arch, layer: usize, kind: &LayerArch, role: Role) {
-    let attention = &arch.attention;
     let hidden = arch.hidden;
     list.layer = Some(layer);
     list.prefix = format!("model.layers.{layer}.");
     list.vector("input_layernorm.weight", hidden);
     list.vector("post_attention_layernorm.weight", hidden);
 
-    let query_rows = attention.heads * (attention.nope + attention.rope);
-    let key_value_rows = attention.heads * (attention.nope + attention.value);
-    list.matrix("self_attn.q_a_proj.weight", (attention.q_rank, hidden), role);
-    list.vector("self_attn.q_a_layernorm.weight", attention.q_rank);
-    list.matrix("self_attn.q_b_proj.weight", (query_rows, attention.q_rank), role);
-    let latent_rows = attention.kv_rank + attention.rope;
-    list.matrix("self_attn.kv_a_proj_with_mqa.weight", (latent_rows, hidden), role);
-    list.vector("self_attn.kv_a_layernorm.weight", attention.kv_rank);
-    list.matrix("self_attn.kv_b_proj.weight", (key_value_rows, attention.kv_rank), role);
-    list.matrix("self_attn.o_proj.weight", (hidden, attention.heads * attention.value), role);
-
-    if let (IndexerKind::Full, Some(indexer)) = (kind.indexer, &arch.indexer) {
-        let [wq_b, wk, norm_weight, norm_bias, weights_proj] = indexer_names(layer);
-        list.prefix.clear();
-        list.matrix(&wq_b, (indexer.heads * indexer.dim, attention.q_rank), Role::Indexer);
-        list.matrix(&wk, (indexer.dim, hidden), Role::Indexer);
-        list.vector(&norm_weight, indexer.dim);
-        list.vector(&norm_bias, indexer.dim);
-        list.matrix(&weights_proj, (indexer.heads, hidden), Role::Indexer);
-        list.prefix = format!("model.layers.{layer}.");
+    match &arch.attention {
+        AttentionArch::Latent(a) => latent_attention(list, arch, a, kind, role),
+        AttentionArch::Full(a) => full_attention(list, hidden, a, role),
     }
-
     match kind.mlp {
         MlpKind::Dense { width } => list.gated_mlp("mlp", width, hidden, role),
         MlpKind::Sparse => {
             list.matrix("mlp.gate.weight", (arch.moe.experts, hidden), Role::Exact);
-            list.vector("mlp.gate.e_score_correction_bias", arch.moe.experts);
+            if arch.moe.router_bias {
+                list.vector("mlp.gate.e_score_correction_bias", arch.moe.experts);
+            }
             if arch.moe.shared_width > 0 {
                 list.gated_mlp("mlp.shared_experts", arch.moe.shared_width, hidden, role);
             }
         }
     }
+}
+
+fn latent_attention(list: &mut List, arch: &Arch, a: &LatentArch, kind: &LayerArch, role: Role) {
+    let hidden = arch.hidden;
+    list.matrix("self_attn.q_a_proj.weight", (a.q_rank, hidden), role);
+    list.vector("self_attn.q_a_layernorm.weight", a.q_rank);
+    list.matrix("self_attn.q_b_proj.weight", (a.heads * (a.nope + a.rope), a.q_rank), role);
+    list.matrix("self_attn.kv_a_proj_with_mqa.weight", (a.kv_rank + a.rope, hidden), role);
+    list.vector("self_attn.kv_a_layernorm.weight", a.kv_rank);
+    list.matrix("self_attn.kv_b_proj.weight", (a.heads * (a.nope + a.value), a.kv_rank), role);
+    list.matrix("self_attn.o_proj.weight", (hidden, a.heads * a.value), role);
+
+    if let (IndexerKind::Full, Some(indexer)) = (kind.indexer, &arch.indexer) {
+        let [wq_b, wk, norm_weight, norm_bias, weights_proj] = INDEXER;
+        list.matrix(wq_b, (indexer.heads * indexer.dim, a.q_rank), Role::Indexer);
+        list.matrix(wk, (indexer.dim, hidden), Role::Indexer);
+        list.vector(norm_weight, indexer.dim);
+        list.vector(norm_bias, indexer.dim);
+        list.matrix(weights_proj, (indexer.heads, hidden), Role::Indexer);
+    }
+}
+
+fn full_attention(list: &mut List, hidden: usize, a: &FullArch, role: Role) {
+    let (queries, keys) = (a.heads * a.dim, a.kv_heads * a.dim);
+    list.matrix("self_attn.q_proj.weight", (queries, hidden), role);
+    list.vector("self_attn.q_norm.weight", queries);
+    list.matrix("self_attn.k_proj.weight", (keys, hidden), role);
+    list.vector("self_attn.k_norm.weight", keys);
+    list.matrix("self_attn.v_proj.weight", (keys, hidden), role);
+    list.matrix("self_attn.o_proj.weight", (hidden, queries), role);
 }
 
 struct List {

@@ -122,13 +122,14 @@ impl Files {
 
 /// A failure of the engine: of what was asked for, where that is at fault.
 pub fn engine_failure(error: EngineError) -> Failure {
-    use EngineError::{Context, EmptyPrompt, NoIndexer, NoIsa, PromptTooLong, Sampling, TokenOutOfRange};
+    use EngineError::{Context, EmptyPrompt, NoIndexer, NoIsa, OneForm, PromptTooLong, Sampling, TokenOutOfRange};
     let mut failure = Failure::of(&error);
     if matches!(&error, EngineError::Mirror(e) if e.is_choice())
         || matches!(
             error,
             NoIsa(_)
                 | NoIndexer
+                | OneForm
                 | Context { .. }
                 | EmptyPrompt
                 | PromptTooLong { .. }

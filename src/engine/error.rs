@@ -63,6 +63,9 @@ pub enum EngineError {
     /// Sparse attention was asked for and the checkpoint has no indexer.
     #[error("the checkpoint has no indexer weights, so attention cannot be sparse")]
     NoIndexer,
+    /// A form of attention was asked for that the model's kind of attention does not have.
+    #[error("the model caches keys and values, not latents, so its attention has no other form")]
+    OneForm,
     /// A draft was asked for and there is nothing that drafts.
     #[error("the MTP layer is not loaded")]
     NoMtp,
@@ -142,6 +145,7 @@ impl EngineError {
             )),
             EngineError::NoIsa(_) => Some("leave --kernels out: the best one is found by itself".into()),
             EngineError::PromptTooLong { .. } => Some("raise -c, or shorten the prompt".into()),
+            EngineError::OneForm => Some("leave --attention out".into()),
             EngineError::NoIndexer => Some("leave --dsa out, or use a checkpoint that has `indexer` tensors".into()),
             EngineError::Forward(ForwardError::NotFinite { .. }) | EngineError::Sample(_) => {
                 Some("weights are damaged or a scale is wrong: convert or fetch the model again".into())

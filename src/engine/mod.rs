@@ -21,7 +21,7 @@ use crate::checkpoint::arch::{Arch, MlpKind};
 use crate::checkpoint::{Checkpoint, mirror};
 pub use crate::forward::Observe;
 pub use crate::forward::stages::StageGraph;
-use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, shape_of};
+use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, latent_shape, rope_of};
 use crate::kernels::{Kernels, Team};
 use crate::limits::TIMELINE_EVENTS_MAX;
 use crate::meter::{Lap, Meter};
@@ -277,7 +277,7 @@ impl Prepared {
         let plan = Plan::new(checkpoint, files.clone(), config.load_mtp)?;
 
         let (rows, threads) = (config.prefill_rows.min(context), config.threads);
-        let (prompt_form, decode_form) = forms_of(config.attention, arch);
+        let (prompt_form, decode_form) = forms_of(config.attention, arch)?;
         let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
         let mut room = Room::default();
         let state = State::new(arch, rows, context, threads, explicit, &mut room);
@@ -289,13 +289,13 @@ impl Prepared {
             }
             None => None,
         };
-        let rope = Rope::new(arch.rope_theta, arch.attention.rope, context, &mut room);
+        let rope = rope_of(arch, context, &mut room);
         let sampler = Sampler::new(arch.vocab);
         room.add(sampler.bytes());
         if config.timeline {
             room.add(TIMELINE_EVENTS_MAX * (size_of::<Lap>() + size_of::<ReadRecord>()));
         }
-        let rebuilt = if explicit { shape_of(arch).rebuilt(threads, context) } else { 0 };
+        let rebuilt = latent_shape(arch).filter(|_| explicit).map_or(0, |shape| shape.rebuilt(threads, context));
         let demand = Demand {
             ram: None,
             available: config.available_bytes,
@@ -349,14 +349,13 @@ fn sparse_of(config: &EngineConfig, arch: &Arch, context: usize) -> Result<bool,
 }
 
 /// Forms of prompt and decode, fixed for the life of the engine: neither the length of a prompt nor its chunks change a bit.
-fn forms_of(attention: AttentionForm, arch: &Arch) -> (Form, Form) {
-    match attention {
-        AttentionForm::Absorbed => (Form::Absorbed, Form::Absorbed),
-        AttentionForm::Explicit => (Form::Explicit, Form::Explicit),
-        AttentionForm::Auto if shape_of(arch).explicit_pays_from() <= AUTO_EXPLICIT_ROWS => {
-            (Form::Explicit, Form::Absorbed)
-        }
-        AttentionForm::Auto => (Form::Absorbed, Form::Absorbed),
+fn forms_of(attention: AttentionForm, arch: &Arch) -> Result<(Form, Form), EngineError> {
+    let prompt_pays = latent_shape(arch).map(|shape| shape.explicit_pays_from() <= AUTO_EXPLICIT_ROWS);
+    match (attention, prompt_pays) {
+        (AttentionForm::Absorbed | AttentionForm::Explicit, None) => Err(EngineError::OneForm),
+        (AttentionForm::Explicit, _) => Ok((Form::Explicit, Form::Explicit)),
+        (AttentionForm::Auto, Some(true)) => Ok((Form::Explicit, Form::Absorbed)),
+        (AttentionForm::Absorbed | AttentionForm::Auto, _) => Ok((Form::Absorbed, Form::Absorbed)),
     }
 }
 

@@ -9,7 +9,6 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use super::Engine;
 use super::overlap::judge;
 pub use super::overlap::{OverlapStats, Verdict};
-use crate::checkpoint::arch::Family;
 use crate::meter::Stage;
 
 /// Numbers of one generation. Field names are stable; more may be added.
@@ -286,9 +285,6 @@ impl Engine {
     /// Numbers of the last generation; what only the caller knows (text, ids, settings, machine) is left empty.
     pub fn stats(&self) -> Stats {
         let (times, arch) = (&self.times, &self.model.arch);
-        let family = match arch.family {
-            Family::GlmMoeDsa => "glm_moe_dsa",
-        };
         let stages = Stage::ALL.iter().map(|&stage| {
             let time = self.meter.stage(stage);
             let us = |d: std::time::Duration| d.as_secs_f64() * 1e6;
@@ -305,7 +301,7 @@ impl Engine {
         let prefill = times.prefill.unwrap_or(wall);
         let mut stats = Stats {
             model: ModelStats {
-                arch: family.into(),
+                arch: arch.family.name().into(),
                 layers: arch.layers.len(),
                 experts: arch.moe.experts,
                 ..ModelStats::default()

@@ -6,7 +6,7 @@
 
 use super::{ExpertExecutor, Model, moe};
 use crate::checkpoint::arch::Arch;
-use crate::model::resident::{Layer, MlpWeights};
+use crate::model::weights::{Layer, MlpWeights};
 use crate::ops::room::Room;
 use crate::ops::{norm, route};
 

@@ -18,15 +18,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use thiserror::Error;
 
 use crate::checkpoint::Arch;
+use crate::checkpoint::arch::RopePairs;
 use crate::meter::{Meter, Stage};
-use crate::model::resident::{Layer, Matrix, MlpWeights, Resident};
-use crate::ops::rope::Rope;
+use crate::model::resident::Resident;
+use crate::model::weights::{Layer, Matrix, MlpWeights};
+use crate::ops::room::Room;
+use crate::ops::rope::{Pairs, Rope};
 use crate::ops::{Compute, norm};
 use crate::store::StoreError;
+pub use attention::latent_shape;
 pub use executor::{ExpertCall, ExpertExecutor, ExpertScratch, Observe, Observed, Streamed};
 pub use lookahead::{Lookahead, Tally};
 pub use mtp::mtp_step;
-pub use state::{KvCache, State, shape_of};
+pub use state::{KvCache, State};
 
 /// Why a step has no result.
 #[derive(Debug, Error)]
@@ -47,7 +51,7 @@ pub enum ForwardError {
     },
 }
 
-/// Which arithmetic attention uses; the two differ in low bits only.
+/// Which arithmetic latent attention uses; the two differ in low bits only. Full attention has one form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// Queries are carried into the latent space.
@@ -79,6 +83,15 @@ pub struct Model {
     pub compute: Compute,
     /// Whether any context this model is opened for is long enough for sparse attention, and it is on.
     pub sparse: bool,
+}
+
+/// Rotary tables for `positions` positions, counted in `room`.
+pub fn rope_of(arch: &Arch, positions: usize, room: &mut Room) -> Rope {
+    let pairs = match arch.rope_pairs {
+        RopePairs::Adjacent => Pairs::Adjacent,
+        RopePairs::Halves => Pairs::Halves,
+    };
+    Rope::new(pairs, arch.rope_theta, arch.attention.rotary(), positions, room)
 }
 
 /// What a step is asked for.

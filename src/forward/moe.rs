@@ -2,10 +2,11 @@
 
 use super::state::{MlpScratch, State};
 use super::{ExpertCall, ExpertExecutor, ForwardError, Model, Rows, add};
+use crate::checkpoint::arch::Scoring;
 use crate::kernels::Input;
 use crate::meter::{Meter, Stage};
-use crate::model::resident::{Matrix, Mlp};
-use crate::ops::route::{self, RouteRule};
+use crate::model::weights::{Matrix, Mlp};
+use crate::ops::route::{self, RouteRule, Scores};
 
 /// `down(silu(gate x) * up x)` for every row of `input`.
 pub(super) fn gated_mlp(model: &Model, w: &Mlp, input: &Input, scratch: &mut MlpScratch, out: &mut [f32]) {
@@ -16,7 +17,12 @@ pub(super) fn gated_mlp(model: &Model, w: &Mlp, input: &Input, scratch: &mut Mlp
 /// The rules of the model's routers.
 pub(super) fn rule(model: &Model) -> RouteRule {
     let moe = &model.arch.moe;
+    let scores = match moe.scoring {
+        Scoring::Sigmoid => Scores::Sigmoid,
+        Scoring::Softmax => Scores::Softmax,
+    };
     RouteRule {
+        scores,
         top_k: moe.top_k,
         groups: moe.groups,
         top_groups: moe.top_groups,

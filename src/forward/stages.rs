@@ -219,7 +219,9 @@ impl StageGraph {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::arch::{AttentionArch, Family, IndexerKind, LayerArch, MoeArch};
+    use crate::checkpoint::arch::{
+        AttentionArch, Family, IndexerKind, LatentArch, LayerArch, MoeArch, RopePairs, Scoring,
+    };
 
     /// One dense layer and two routed ones.
     fn arch() -> Arch {
@@ -230,10 +232,19 @@ mod tests {
             vocab: 32,
             layers: vec![layer(MlpKind::Dense { width: 8 }), layer(MlpKind::Sparse), layer(MlpKind::Sparse)],
             mtp: None,
-            attention: AttentionArch { heads: 2, q_rank: 8, kv_rank: 12, nope: 4, rope: 4, value: 6 },
+            attention: AttentionArch::Latent(LatentArch {
+                heads: 2,
+                q_rank: 8,
+                kv_rank: 12,
+                nope: 4,
+                rope: 4,
+                value: 6,
+            }),
             indexer: None,
             moe: MoeArch {
                 experts: 4,
+                scoring: Scoring::Sigmoid,
+                router_bias: true,
                 top_k: 2,
                 groups: 1,
                 top_groups: 1,
@@ -244,6 +255,7 @@ mod tests {
             },
             norm_eps: 1e-5,
             rope_theta: 1e4,
+            rope_pairs: RopePairs::Adjacent,
             max_context: 100,
             tied_head: false,
             stop_ids: vec![],

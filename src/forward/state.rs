@@ -1,12 +1,11 @@
 //! Everything a step writes: scratch buffers, all named and sized at open, and the key-value cache.
 
-use super::attention::IndexScratch;
+use super::attention;
 use super::lookahead::Lookahead;
 use crate::checkpoint::arch::{Arch, IndexerKind, MlpKind};
 use crate::kernels::{Input, Quantized, WeightRef};
-use crate::ops::indexer::Selection;
+use crate::ops::Compute;
 use crate::ops::room::Room;
-use crate::ops::{Compute, attention};
 
 /// Scratch of a gated MLP.
 pub(crate) struct MlpScratch {
@@ -62,14 +61,6 @@ pub struct State {
     pub(super) branch: Vec<f32>,
     /// Output of the shared expert, `[rows, hidden]`.
     pub(super) shared: Vec<f32>,
-    pub(super) q_a: Vec<f32>,
-    pub(super) q: Vec<f32>,
-    pub(super) kv: Vec<f32>,
-    /// Heads' outputs, `[rows, heads * value]`.
-    pub(super) context: Vec<f32>,
-    pub(super) index: IndexScratch,
-    pub(super) selection: Selection,
-    pub(super) shape: attention::Shape,
     pub(super) attention: attention::Scratch,
     /// Router scores, `[rows, experts]`.
     pub(super) scores: Vec<f32>,
@@ -78,7 +69,6 @@ pub struct State {
     pub(super) gates: Vec<f32>,
     pub(super) mlp: MlpScratch,
     pub(super) quantized: Quantized,
-    pub(super) quantized_inner: Quantized,
     pub(super) logits: Vec<f32>,
     /// Guesses of what the next layer asks for.
     pub lookahead: Lookahead,
@@ -88,15 +78,12 @@ impl State {
     /// Scratch for steps of up to `rows` rows in contexts of up to `context` positions on `threads` threads, counted in
     /// `room`; `explicit` says whether the explicit form of attention will ever be asked for.
     pub fn new(arch: &Arch, rows: usize, context: usize, threads: usize, explicit: bool, room: &mut Room) -> State {
-        let a = &arch.attention;
-        let shape = shape_of(arch);
         let all = arch.layers.iter().chain(&arch.mtp);
         let dense = all.filter_map(|l| match l.mlp {
             MlpKind::Dense { width } => Some(width),
             MlpKind::Sparse => None,
         });
         let width = dense.chain([arch.moe.shared_width]).max().unwrap_or(0);
-        let (index_heads, index_dim, top_k) = arch.indexer.map_or((0, 0, usize::MAX), |i| (i.heads, i.dim, i.top_k));
         // The MTP layer joins two hidden vectors.
         let joined = if arch.mtp.is_some() { 2 * arch.hidden } else { arch.hidden };
         State {
@@ -104,25 +91,13 @@ impl State {
             normed: room.floats(rows * joined),
             branch: room.floats(rows * arch.hidden),
             shared: room.floats(rows * arch.hidden),
-            q_a: room.floats(rows * a.q_rank),
-            q: room.floats(rows * a.heads * (a.nope + a.rope)),
-            kv: room.floats(rows * shape.cached()),
-            context: room.floats(rows * a.heads * a.value),
-            index: IndexScratch {
-                queries: room.floats(rows * index_heads * index_dim),
-                keys: room.floats(rows * index_dim),
-                weights: room.floats(rows * index_heads),
-            },
-            selection: Selection::new(rows, context, top_k, room),
-            attention: attention::Scratch::new(&shape, rows, threads, if explicit { context } else { 0 }, room),
-            shape,
+            attention: attention::Scratch::new(arch, rows, context, threads, explicit, room),
             scores: room.floats(rows * arch.moe.experts),
             biased: room.floats(arch.moe.experts),
             ids: room.counted(vec![0; rows * arch.moe.top_k]),
             gates: room.floats(rows * arch.moe.top_k),
             mlp: MlpScratch::new(rows, width, room),
             quantized: quantized(rows, joined, room),
-            quantized_inner: quantized(rows, a.q_rank.max(a.heads * a.value), room),
             logits: room.empty(arch.vocab),
             lookahead: Lookahead::new(arch, rows, room),
         }
@@ -144,27 +119,21 @@ impl State {
     }
 }
 
-/// Shapes of attention as the arithmetic takes them.
-pub fn shape_of(arch: &Arch) -> attention::Shape {
-    let a = &arch.attention;
-    attention::Shape { heads: a.heads, nope: a.nope, rope: a.rope, value: a.value, rank: a.kv_rank }
-}
-
 /// Cached positions of one layer.
 pub(super) struct LayerCache {
     width: usize,
-    latents: Vec<f32>,
+    rows: Vec<f32>,
     index_dim: usize,
     index_keys: Vec<f32>,
 }
 
 impl LayerCache {
-    pub(super) fn latent_mut(&mut self, position: usize) -> &mut [f32] {
-        &mut self.latents[position * self.width..][..self.width]
+    pub(super) fn row_mut(&mut self, position: usize) -> &mut [f32] {
+        &mut self.rows[position * self.width..][..self.width]
     }
 
-    pub(super) fn latents(&self, positions: usize) -> &[f32] {
-        &self.latents[..positions * self.width]
+    pub(super) fn rows(&self, positions: usize) -> &[f32] {
+        &self.rows[..positions * self.width]
     }
 
     pub(super) fn index_key_mut(&mut self, position: usize) -> &mut [f32] {
@@ -183,8 +152,8 @@ fn committed(count: usize) -> Vec<f32> {
     floats
 }
 
-/// The compressed cache of one sequence: a latent and a rotary key for each position and layer, and index keys where a
-/// layer selects positions itself.
+/// The cache of one sequence: for each position and layer a row of what the kind of attention keeps, and an index key
+/// where a layer selects positions itself.
 pub struct KvCache {
     layers: Vec<LayerCache>,
     len: usize,
@@ -203,7 +172,7 @@ impl KvCache {
     }
 
     fn over(arch: &Arch, kinds: impl Iterator<Item = IndexerKind>, capacity: usize, sparse: bool) -> KvCache {
-        let width = arch.attention.kv_rank + arch.attention.rope;
+        let width = arch.attention.cached();
         let layers = kinds.map(|kind| {
             let index_dim = match (kind, arch.indexer) {
                 (IndexerKind::Full, Some(i)) if sparse => i.dim,
@@ -211,7 +180,7 @@ impl KvCache {
             };
             LayerCache {
                 width,
-                latents: committed(capacity * width),
+                rows: committed(capacity * width),
                 index_dim,
                 index_keys: committed(capacity * index_dim),
             }
@@ -221,10 +190,10 @@ impl KvCache {
 
     /// Bytes that a cache of this shape takes.
     pub fn bytes(arch: &Arch, capacity: usize, sparse: bool) -> u64 {
-        let latents = arch.layers.len() * (arch.attention.kv_rank + arch.attention.rope);
+        let rows = arch.layers.len() * arch.attention.cached();
         let full = arch.layers.iter().filter(|l| sparse && l.indexer == IndexerKind::Full).count();
         let keys = full * arch.indexer.map_or(0, |i| i.dim);
-        ((latents + keys) * capacity * size_of::<f32>()) as u64
+        ((rows + keys) * capacity * size_of::<f32>()) as u64
     }
 
     /// Positions held.
@@ -259,7 +228,9 @@ impl KvCache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::arch::{AttentionArch, Family, IndexerArch, LayerArch, MoeArch};
+    use crate::checkpoint::arch::{
+        AttentionArch, Family, IndexerArch, LatentArch, LayerArch, MoeArch, RopePairs, Scoring,
+    };
 
     #[test]
     fn the_cache_takes_the_bytes_that_the_budget_is_told() {
@@ -270,10 +241,19 @@ mod tests {
             vocab: 32,
             layers: vec![layer(IndexerKind::Full), layer(IndexerKind::Shared), layer(IndexerKind::Full)],
             mtp: None,
-            attention: AttentionArch { heads: 2, q_rank: 8, kv_rank: 12, nope: 4, rope: 4, value: 6 },
+            attention: AttentionArch::Latent(LatentArch {
+                heads: 2,
+                q_rank: 8,
+                kv_rank: 12,
+                nope: 4,
+                rope: 4,
+                value: 6,
+            }),
             indexer: Some(IndexerArch { heads: 2, dim: 10, top_k: 3 }),
             moe: MoeArch {
                 experts: 4,
+                scoring: Scoring::Sigmoid,
+                router_bias: true,
                 top_k: 2,
                 groups: 1,
                 top_groups: 1,
@@ -284,12 +264,13 @@ mod tests {
             },
             norm_eps: 1e-5,
             rope_theta: 1e4,
+            rope_pairs: RopePairs::Adjacent,
             max_context: 100,
             tied_head: false,
             stop_ids: vec![],
         };
         for sparse in [false, true] {
-            let held = |cache: &LayerCache| size_of::<f32>() * (cache.latents.capacity() + cache.index_keys.capacity());
+            let held = |cache: &LayerCache| size_of::<f32>() * (cache.rows.capacity() + cache.index_keys.capacity());
             let total: usize = KvCache::new(&arch, 7, sparse).layers.iter().map(held).sum();
             assert_eq!(total as u64, KvCache::bytes(&arch, 7, sparse));
         }

@@ -5,3 +5,4 @@ mod pyjson;
 pub mod resident;
 pub mod template;
 pub mod tokenizer;
+pub mod weights;

@@ -7,9 +7,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use millstream_io::{Arena, FileSet, FileSpan, IoError};
 use thiserror::Error;
 
-use crate::checkpoint::arch::{Arch, IndexerKind, LayerArch, MlpKind};
+use super::weights::{
+    AttentionWeights, FullWeights, IndexerWeights, LatentWeights, Layer, Matrix, Mlp, MlpWeights, Mtp,
+};
+use crate::checkpoint::arch::{Arch, AttentionArch, IndexerKind, LayerArch, MlpKind};
 use crate::checkpoint::{Checkpoint, CheckpointError, MatrixSource, Shape};
-use crate::kernels::{Kernels, MatrixSpec, WeightRef};
+use crate::kernels::{Kernels, WeightRef};
 
 /// Why the resident weights could not be loaded.
 #[derive(Debug, Error)]
@@ -35,114 +38,6 @@ pub enum ResidentError {
         #[source]
         source: IoError,
     },
-}
-
-/// A matrix inside the arena of [`Resident`].
-#[derive(Clone, Debug)]
-pub struct Matrix {
-    spec: MatrixSpec,
-    data: Range<usize>,
-    scales: Range<usize>,
-}
-
-impl Matrix {
-    /// Shape and format.
-    pub fn spec(&self) -> MatrixSpec {
-        self.spec
-    }
-}
-
-/// A gated feed-forward: `down(silu(gate x) * up x)`.
-pub struct Mlp {
-    /// `[width, hidden]`.
-    pub gate: Matrix,
-    /// `[width, hidden]`.
-    pub up: Matrix,
-    /// `[hidden, width]`.
-    pub down: Matrix,
-}
-
-/// Feed-forward of a layer.
-pub enum MlpWeights {
-    /// Dense layer.
-    Dense(Mlp),
-    /// Router, bias and shared expert; the routed experts are the store's.
-    Sparse {
-        /// `[experts, hidden]`.
-        router: Matrix,
-        /// `[experts]`.
-        bias: Vec<f32>,
-        /// The expert every token uses, where the model has one.
-        shared: Option<Mlp>,
-    },
-}
-
-/// Weights of a layer's own indexer.
-pub struct IndexerWeights {
-    /// `[heads * dim, q_rank]`.
-    pub wq_b: Matrix,
-    /// `[dim, hidden]`.
-    pub wk: Matrix,
-    /// `[heads, hidden]`.
-    pub weights_proj: Matrix,
-    /// `[dim]`.
-    pub k_norm: Vec<f32>,
-    /// `[dim]`.
-    pub k_bias: Vec<f32>,
-}
-
-/// Attention of a layer.
-pub struct AttentionWeights {
-    /// `[q_rank, hidden]`.
-    pub q_a: Matrix,
-    /// `[q_rank]`.
-    pub q_a_norm: Vec<f32>,
-    /// `[heads * (nope + rope), q_rank]`.
-    pub q_b: Matrix,
-    /// `[kv_rank + rope, hidden]`.
-    pub kv_a: Matrix,
-    /// `[kv_rank]`.
-    pub kv_a_norm: Vec<f32>,
-    /// `[heads * (nope + value), kv_rank]`.
-    pub kv_b: Matrix,
-    /// `[hidden, heads * value]`.
-    pub o: Matrix,
-    /// Present on layers that score positions themselves.
-    pub indexer: Option<IndexerWeights>,
-}
-
-/// One decoder layer.
-pub struct Layer {
-    /// What kind of layer it is.
-    pub arch: LayerArch,
-    /// Index in the checkpoint's names.
-    pub index: usize,
-    /// `[hidden]`.
-    pub input_norm: Vec<f32>,
-    /// `[hidden]`.
-    pub post_norm: Vec<f32>,
-    /// Attention weights.
-    pub attention: AttentionWeights,
-    /// Feed-forward weights.
-    pub mlp: MlpWeights,
-}
-
-/// The multi-token-prediction layer.
-pub struct Mtp {
-    /// `[hidden]`, norm of the next token's embedding.
-    pub enorm: Vec<f32>,
-    /// `[hidden]`, norm of the main model's hidden state.
-    pub hnorm: Vec<f32>,
-    /// `[hidden, 2 hidden]`.
-    pub eh_proj: Matrix,
-    /// The decoder layer itself.
-    pub layer: Layer,
-    /// `[hidden]`.
-    pub head_norm: Vec<f32>,
-    /// Own embedding, where the checkpoint carries one.
-    pub embed: Option<Matrix>,
-    /// Own output head, where the checkpoint carries one.
-    pub head: Option<Matrix>,
 }
 
 /// All resident weights of a model.
@@ -297,7 +192,10 @@ impl Placer<'_> {
             MlpKind::Dense { .. } => MlpWeights::Dense(self.mlp(&format!("{prefix}.mlp"))?),
             MlpKind::Sparse => MlpWeights::Sparse {
                 router: self.matrix(&format!("{prefix}.mlp.gate.weight"))?,
-                bias: self.vector(&format!("{prefix}.mlp.gate.e_score_correction_bias"))?,
+                bias: match arch.moe.router_bias {
+                    true => self.vector(&format!("{prefix}.mlp.gate.e_score_correction_bias"))?,
+                    false => vec![0.0; arch.moe.experts],
+                },
                 shared: match arch.moe.shared_width {
                     0 => None,
                     _ => Some(self.mlp(&format!("{prefix}.mlp.shared_experts"))?),
@@ -315,6 +213,20 @@ impl Placer<'_> {
     }
 
     fn attention(&mut self, arch: &Arch, prefix: &str, kind: LayerArch) -> Result<AttentionWeights, ResidentError> {
+        Ok(match arch.attention {
+            AttentionArch::Latent(_) => AttentionWeights::Latent(Box::new(self.latent(arch, prefix, kind)?)),
+            AttentionArch::Full(_) => AttentionWeights::Full(Box::new(FullWeights {
+                q: self.matrix(&format!("{prefix}.q_proj.weight"))?,
+                q_norm: self.vector(&format!("{prefix}.q_norm.weight"))?,
+                k: self.matrix(&format!("{prefix}.k_proj.weight"))?,
+                k_norm: self.vector(&format!("{prefix}.k_norm.weight"))?,
+                v: self.matrix(&format!("{prefix}.v_proj.weight"))?,
+                o: self.matrix(&format!("{prefix}.o_proj.weight"))?,
+            })),
+        })
+    }
+
+    fn latent(&mut self, arch: &Arch, prefix: &str, kind: LayerArch) -> Result<LatentWeights, ResidentError> {
         let indexer = match (kind.indexer, arch.indexer) {
             (IndexerKind::Full, Some(_)) => Some(IndexerWeights {
                 wq_b: self.matrix(&format!("{prefix}.indexer.wq_b.weight"))?,
@@ -325,7 +237,7 @@ impl Placer<'_> {
             }),
             _ => None,
         };
-        Ok(AttentionWeights {
+        Ok(LatentWeights {
             q_a: self.matrix(&format!("{prefix}.q_a_proj.weight"))?,
             q_a_norm: self.vector(&format!("{prefix}.q_a_layernorm.weight"))?,
             q_b: self.matrix(&format!("{prefix}.q_b_proj.weight"))?,

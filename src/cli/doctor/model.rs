@@ -16,7 +16,8 @@ pub fn examine(dir: &Path, report: &mut Report) -> Option<Checkpoint> {
     if let Some(arch) = &arch {
         let (layers, moe) = (arch.layers.len(), &arch.moe);
         let experts = format!("{} of {} experts a token", moe.top_k, moe.experts);
-        report.ok("config", format!("glm_moe_dsa, {layers} layers, {experts}, up to {} positions", arch.max_context));
+        let family = arch.family.name();
+        report.ok("config", format!("{family}, {layers} layers, {experts}, up to {} positions", arch.max_context));
     }
     let tokenizer = tokenizer(dir, arch.as_ref(), report);
     template(dir, arch.as_ref(), tokenizer.as_ref(), report);

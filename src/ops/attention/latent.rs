@@ -6,14 +6,12 @@
 //! - **Absorbed**: the query is carried into the latent space once, `q' = W_K^T q_nope`; it is scored against latents,
 //!   latents are pooled, and one multiply by `W_V` ends it. Nothing is rebuilt: right for a few query rows.
 //! - **Explicit**: keys and values of every position are rebuilt, a head at a time: right for many query rows.
-//!
-//! Both are exact (f32 activations whatever the weights' format), walk positions in ascending order in blocks of
-//! [`SCORE_BLOCK`] with a running maximum, and compute each query row alone: a batch of rows gives the bits of one by one.
 
-use super::Compute;
-use super::room::Room;
+use super::{Attended, Cached, Running, group_of, pool};
 use crate::kernels::{Kernels, WeightRef};
-use crate::limits::{HEAD_GROUP, MAX_KV_RANK, SCORE_BLOCK};
+use crate::limits::{MAX_KV_RANK, SCORE_BLOCK};
+use crate::ops::Compute;
+use crate::ops::room::Room;
 
 /// Shapes of latent attention.
 #[derive(Clone, Copy, Debug)]
@@ -59,32 +57,6 @@ impl Shape {
     }
 }
 
-/// The positions that one query row attends to, ascending.
-#[derive(Clone, Copy, Debug)]
-pub enum Attended<'a> {
-    /// Positions `0..n`.
-    Prefix(usize),
-    /// These positions.
-    Listed(&'a [u32]),
-}
-
-impl Attended<'_> {
-    fn len(&self) -> usize {
-        match self {
-            Attended::Prefix(n) => *n,
-            Attended::Listed(p) => p.len(),
-        }
-    }
-
-    #[inline]
-    fn at(&self, i: usize) -> usize {
-        match self {
-            Attended::Prefix(_) => i,
-            Attended::Listed(p) => p[i] as usize,
-        }
-    }
-}
-
 /// Buffers of both forms, sized once.
 pub struct Scratch {
     group: usize,
@@ -104,35 +76,13 @@ impl Scratch {
     ///
     /// What the explicit form rebuilds is not counted in `room`: see [`Shape::rebuilt`].
     pub fn new(shape: &Shape, rows: usize, threads: usize, explicit_positions: usize, room: &mut Room) -> Scratch {
-        let most = (shape.heads / threads).clamp(1, HEAD_GROUP);
-        let group = (1..=most).rev().find(|g| shape.heads.is_multiple_of(*g)).unwrap_or(1);
         Scratch {
-            group,
+            group: group_of(shape.heads, shape.heads / threads),
             query: room.floats(rows * shape.heads * shape.cached()),
             pooled: room.floats(rows * shape.heads * shape.rank),
             heads: room.floats(rows * shape.heads * shape.value),
             rebuilt: vec![0.0; shape.rebuilt(threads, explicit_positions)],
         }
-    }
-}
-
-/// Online softmax over blocks of scores: a running maximum, a running sum, and the factor that earlier terms shrink by.
-struct Running {
-    max: f32,
-    sum: f32,
-}
-
-impl Running {
-    const START: Running = Running { max: f32::NEG_INFINITY, sum: 0.0 };
-
-    /// Turns a block of scores into weights relative to the new maximum; returns the factor on everything before.
-    fn absorb(&mut self, k: &Kernels, scores: &mut [f32]) -> f32 {
-        let max = scores.iter().fold(self.max, |m, &s| m.max(s));
-        let factor = if self.sum == 0.0 { 0.0 } else { (self.max - max).exp() };
-        let sum = k.exp_shifted(scores, max);
-        self.sum = self.sum * factor + sum;
-        self.max = max;
-        factor
     }
 }
 
@@ -186,9 +136,10 @@ pub fn absorbed<'s>(
 
     let query = &*query;
     let pooled = &mut scratch.pooled[..rows * shape.heads * shape.rank];
+    let cached = Cached { rows: cache, width: shape.cached(), key: 0..shape.cached(), value: 0..shape.rank };
     team.for_chunks(pooled, group * shape.rank, &|task, pooled| {
         let queries = &query[task * group * shape.cached()..][..group * shape.cached()];
-        pool_latents(k, shape, queries, cache, attended(task % rows), pooled);
+        pool(k, shape.scale(), queries, &cached, attended(task % rows), pooled);
     });
 
     let pooled = &*pooled;
@@ -208,36 +159,6 @@ pub fn absorbed<'s>(
         }
     });
     gather_heads(shape, group, rows, heads, out);
-}
-
-/// Softmax-weighted mean of latents for a group of heads of one query row. `pooled` is `[heads in group][rank]`.
-fn pool_latents(k: &Kernels, shape: &Shape, queries: &[f32], cache: &[f32], attended: Attended, pooled: &mut [f32]) {
-    pooled.fill(0.0);
-    let mut running = [const { Running::START }; HEAD_GROUP];
-    let scale = shape.scale();
-    let (n, width) = (attended.len(), shape.cached());
-    for start in (0..n).step_by(SCORE_BLOCK) {
-        let count = SCORE_BLOCK.min(n - start);
-        let per_head = queries.chunks_exact(width).zip(pooled.chunks_exact_mut(shape.rank)).zip(&mut running);
-        for ((query, pooled), running) in per_head {
-            let mut scores = [0.0f32; SCORE_BLOCK];
-            let scores = &mut scores[..count];
-            for (i, s) in scores.iter_mut().enumerate() {
-                *s = k.dot(query, &cache[attended.at(start + i) * width..][..width]) * scale;
-            }
-            let factor = running.absorb(k, scores);
-            if factor != 1.0 {
-                pooled.iter_mut().for_each(|p| *p *= factor);
-            }
-            for (i, &weight) in scores.iter().enumerate() {
-                k.axpy(weight, &cache[attended.at(start + i) * width..][..shape.rank], pooled);
-            }
-        }
-    }
-    for (pooled, running) in pooled.chunks_exact_mut(shape.rank).zip(&running) {
-        let inverse = 1.0 / running.sum;
-        pooled.iter_mut().for_each(|p| *p *= inverse);
-    }
 }
 
 /// Explicit attention; arguments as [`absorbed`], with `positions` the number of cached positions to rebuild.
@@ -332,14 +253,14 @@ fn gather_heads(shape: &Shape, group: usize, rows: usize, heads: &[f32], out: &m
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::kernels::{Format, MatrixSpec, Team};
     use crate::ops::Activations;
 
     const SHAPE: Shape = Shape { heads: 6, nope: 5, rope: 4, value: 3, rank: 7 };
 
-    fn noise(n: usize, mut seed: u64) -> Vec<f32> {
+    pub fn noise(n: usize, mut seed: u64) -> Vec<f32> {
         (0..n)
             .map(|_| {
                 seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

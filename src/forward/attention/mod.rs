@@ -1,0 +1,60 @@
+//! The attention block of a layer, a kind a file: projections, rotation, cache, attention, output.
+
+mod full;
+mod latent;
+
+use super::state::{LayerCache, State};
+use super::{Form, Model, Rows};
+use crate::checkpoint::arch::{Arch, AttentionArch};
+use crate::model::weights::{AttentionWeights, Layer};
+use crate::ops::attention::latent::Shape;
+use crate::ops::room::Room;
+
+/// Buffers of a block, of the kind that the model has.
+pub(super) enum Scratch {
+    Latent(Box<latent::Scratch>),
+    Full(Box<full::Scratch>),
+}
+
+impl Scratch {
+    /// Arguments as of [`State::new`].
+    pub(super) fn new(
+        arch: &Arch,
+        rows: usize,
+        context: usize,
+        threads: usize,
+        explicit: bool,
+        room: &mut Room,
+    ) -> Scratch {
+        match &arch.attention {
+            AttentionArch::Latent(a) => {
+                let indexer = arch.indexer.as_ref();
+                Scratch::Latent(Box::new(latent::Scratch::new(a, indexer, rows, context, threads, explicit, room)))
+            }
+            AttentionArch::Full(a) => Scratch::Full(Box::new(full::Scratch::new(a, rows, room))),
+        }
+    }
+}
+
+/// Attends from the rows in `state.normed`; the result, `[rows, hidden]`, goes to `state.branch`.
+pub(super) fn block(model: &Model, layer: &Layer, cache: &mut LayerCache, state: &mut State, rows: Rows, form: Form) {
+    let used = rows.count * model.arch.hidden;
+    let State { normed, branch, attention, quantized, .. } = state;
+    let x = model.compute.input(&normed[..used], rows.count, model.arch.hidden, quantized);
+    let out = &mut branch[..used];
+    match (&layer.attention, attention) {
+        (AttentionWeights::Latent(w), Scratch::Latent(scratch)) => {
+            latent::attend(model, w, layer.arch.indexer, cache, scratch, &x, rows, form, out);
+        }
+        (AttentionWeights::Full(w), Scratch::Full(scratch)) => full::attend(model, w, cache, scratch, &x, rows, out),
+        _ => unreachable!("weights and buffers are both made for the attention of the model"),
+    }
+}
+
+/// Shapes of latent attention as the arithmetic takes them, where a model has that kind.
+pub fn latent_shape(arch: &Arch) -> Option<Shape> {
+    match &arch.attention {
+        AttentionArch::Latent(a) => Some(latent::shape_of(a)),
+        AttentionArch::Full(_) => None,
+    }
+}
