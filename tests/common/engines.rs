@@ -33,6 +33,10 @@ pub enum Model {
     TinyInt4Groups,
     /// The same with int2 experts.
     TinyInt2,
+    /// Random weights of the other family, BF16.
+    TinyOlmoe,
+    /// The same with int4 experts and int8 for the rest.
+    TinyOlmoeInt4,
     /// Trained weights, FP8.
     Tales,
     /// The same with int4 experts and int8 for the rest.
@@ -40,19 +44,29 @@ pub enum Model {
 }
 
 impl Model {
-    pub const ALL: [Model; 6] =
-        [Model::Tiny, Model::TinyInt4, Model::TinyInt4Groups, Model::TinyInt2, Model::Tales, Model::TalesInt4];
+    pub const ALL: [Model; 8] = [
+        Model::Tiny,
+        Model::TinyInt4,
+        Model::TinyInt4Groups,
+        Model::TinyInt2,
+        Model::TinyOlmoe,
+        Model::TinyOlmoeInt4,
+        Model::Tales,
+        Model::TalesInt4,
+    ];
 
     /// The directory; a converted model is made on first use, once for the process.
     pub fn dir(self) -> PathBuf {
         let (source, options) = match self {
             Model::Tiny => return tiny(),
+            Model::TinyOlmoe => return tiny_olmoe(),
             Model::Tales => return tales(),
             Model::TinyInt4 => (tiny(), int8_but(Width::Bits4, None)),
             Model::TinyInt4Groups => {
                 (tiny(), ConvertOptions { dense: Width::Bits4, group: Some(16), ..ConvertOptions::default() })
             }
             Model::TinyInt2 => (tiny(), int8_but(Width::Bits2, None)),
+            Model::TinyOlmoeInt4 => (tiny_olmoe(), int8_but(Width::Bits4, None)),
             Model::TalesInt4 => (tales(), int8_but(Width::Bits4, None)),
         };
         static MADE: OnceLock<tempfile::TempDir> = OnceLock::new();
@@ -81,7 +95,15 @@ impl Model {
 
     /// Whether matmuls have an integer path to take.
     pub fn is_integer(self) -> bool {
-        !matches!(self, Model::Tiny | Model::Tales)
+        !matches!(self, Model::Tiny | Model::TinyOlmoe | Model::Tales)
+    }
+
+    /// Forms that its attention has.
+    fn forms(self) -> &'static [AttentionForm] {
+        match self {
+            Model::TinyOlmoe | Model::TinyOlmoeInt4 => &[AttentionForm::Auto],
+            _ => &[AttentionForm::Absorbed, AttentionForm::Explicit],
+        }
     }
 }
 
@@ -91,6 +113,10 @@ fn int8_but(experts: Width, group: Option<u16>) -> ConvertOptions {
 
 pub fn tiny() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-glm-moe-dsa")
+}
+
+pub fn tiny_olmoe() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-olmoe")
 }
 
 pub fn tales() -> PathBuf {
@@ -110,8 +136,8 @@ impl Arithmetic {
     pub fn all(model: Model) -> Vec<Arithmetic> {
         let activations: &[Activations] =
             if model.is_integer() { &[Activations::Int8, Activations::F32] } else { &[Activations::F32] };
-        let forms = [AttentionForm::Absorbed, AttentionForm::Explicit];
-        forms
+        model
+            .forms()
             .iter()
             .flat_map(|&form| activations.iter().map(move |&activations| Arithmetic { model, form, activations }))
             .collect()

@@ -1,6 +1,7 @@
 //! Small files and headers of a model directory.
 
 use crate::mutate::Mutator;
+use millstream::checkpoint::arch::AttentionArch;
 use millstream::checkpoint::convert::{ConvertOptions, convert};
 use millstream::checkpoint::verify::Manifest;
 use millstream::checkpoint::{Arch, Checkpoint, TensorMap};
@@ -47,8 +48,14 @@ fn assert_within_files(map: &TensorMap) {
 
 #[test]
 fn configs() {
-    let config = fs::read(tiny().join("config.json")).unwrap();
-    let generation = fs::read(tiny().join("generation_config.json")).unwrap();
+    for model in ["tiny-glm-moe-dsa", "tiny-olmoe-grouped"] {
+        configs_like(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(model));
+    }
+}
+
+fn configs_like(model: &Path) {
+    let config = fs::read(model.join("config.json")).unwrap();
+    let generation = fs::read(model.join("generation_config.json")).unwrap();
     let mut accepted = 0;
     rounds(20_000, |mutator| {
         let (mut config, mut generation) = (config.clone(), generation.clone());
@@ -59,13 +66,21 @@ fn configs() {
         if let Ok(arch) = Arch::parse(&config, Some(&generation)) {
             accepted += 1;
             assert!(arch.layers.len() < limits::MAX_LAYERS && (1..=limits::MAX_HIDDEN).contains(&arch.hidden));
-            assert!(arch.attention.kv_rank <= limits::MAX_KV_RANK && arch.attention.rope <= limits::MAX_ROPE);
-            assert!(arch.attention.heads * arch.attention.value <= limits::MAX_COLUMNS);
+            assert!(arch.attention.rotary() <= limits::MAX_ROPE && arch.attention.rotary() % 2 == 0);
+            match arch.attention {
+                AttentionArch::Latent(a) => {
+                    assert!(a.kv_rank <= limits::MAX_KV_RANK && a.heads * a.value <= limits::MAX_COLUMNS);
+                }
+                AttentionArch::Full(a) => {
+                    assert!(a.heads % a.kv_heads == 0 && a.heads * a.dim <= limits::MAX_COLUMNS);
+                    assert!(arch.indexer.is_none());
+                }
+            }
             assert!(arch.moe.groups <= limits::MAX_GROUPS && arch.moe.top_k <= limits::MAX_TOP_K);
             assert!(arch.max_context <= limits::MAX_CONTEXT);
             assert!(arch.stop_ids.iter().all(|&id| (id as usize) < arch.vocab));
             assert!(arch.moe.top_k <= arch.moe.experts && arch.moe.experts % arch.moe.groups == 0);
-            assert!(arch.rope_theta.is_finite() && arch.attention.rope % 2 == 0);
+            assert!(arch.rope_theta.is_finite());
             // The list of tensors is sized by the config: it must stay computable for what was accepted.
             if arch.layers.len() < 100 {
                 assert!(!Checkpoint::required(&arch).is_empty());

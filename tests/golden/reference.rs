@@ -1,8 +1,8 @@
 //! Reference vectors made by transformers, as they lie in `tests/data/reference`.
 //!
-//! Each model has two sets. The originals were made by transformers as it is; the stable ones with the indexer's topk
+//! A model with an indexer has two sets. The originals were made by transformers as it is; the stable ones with the indexer's topk
 //! keeping the lowest positions among equal scores, which is the engine's rule. A prompt is in the stable set when its
-//! context, greedy continuation included, grows past what the indexer keeps.
+//! context, greedy continuation included, grows past what the indexer keeps. A model without one has its originals only.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,6 +17,8 @@ pub struct Prompt {
     /// Smallest difference between the first and the second logit of any position.
     pub argmax_margin_min: f32,
     pub greedy: Vec<u32>,
+    /// Drafts of a model that has an MTP layer.
+    #[serde(default)]
     pub mtp_argmax: Vec<u32>,
     /// Layer, as text, to the choice of every position.
     #[serde(default)]
@@ -82,6 +84,25 @@ impl Reference {
             original: prompts("tiny-glm-moe-dsa"),
             stable: prompts("tiny-glm-moe-dsa-stable"),
             rounding: rounding("tiny-glm-moe-dsa-stable"),
+        }
+    }
+
+    /// Random OLMoE weights, shapes as published.
+    pub fn tiny_olmoe() -> Reference {
+        Reference::without_indexer("tiny-olmoe")
+    }
+
+    /// The same with shared key-value heads, clamped queries, keys and values, normalized gates, a tied head and F16 weights.
+    pub fn tiny_olmoe_grouped() -> Reference {
+        Reference::without_indexer("tiny-olmoe-grouped")
+    }
+
+    fn without_indexer(name: &str) -> Reference {
+        Reference {
+            model: root().join("tests/data").join(name),
+            original: prompts(name),
+            stable: Prompts::new(),
+            rounding: rounding(name),
         }
     }
 
