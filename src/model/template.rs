@@ -20,6 +20,9 @@ use crate::limits::{MAX_SMALL_FILE_BYTES, MAX_TEMPLATE_BYTES, MAX_TEMPLATE_STEPS
 /// First of the private-use characters that stand in for the beginnings of control tokens.
 const STAND_IN_FIRST: u32 = 0xF_0000;
 const NAME: &str = "chat_template";
+/// Control tokens by what they are for, as tokenizer_config.json names them and templates know them.
+const TOKEN_NAMES: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// Why a chat cannot be rendered.
 #[derive(Debug, thiserror::Error)]
@@ -176,25 +179,28 @@ impl Rendered {
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    /// Those of [`TOKEN_NAMES`] that the model has.
+    tokens: Vec<(&'static str, String)>,
 }
 
 impl ChatTemplate {
-    /// Reads `chat_template.jinja` of the model directory `dir`, else the template in `tokenizer_config.json`.
+    /// Reads `chat_template.jinja` of the model directory `dir`, else the template in `tokenizer_config.json`, which also
+    /// says what the template calls `bos_token` and the like.
     pub fn open(dir: &Path) -> Result<ChatTemplate, TemplateError> {
-        let path = dir.join("chat_template.jinja");
-        if let Some(source) = read_optional(&path, MAX_TEMPLATE_BYTES)? {
-            return ChatTemplate::compile(source).map_err(|source| TemplateError::Syntax { path, source });
-        }
-        let path = dir.join("tokenizer_config.json");
-        let Some(json) = read_optional(&path, MAX_SMALL_FILE_BYTES)? else {
-            return Err(TemplateError::Missing { dir: dir.to_owned() });
+        let config_path = dir.join("tokenizer_config.json");
+        let config = match read_optional(&config_path, MAX_SMALL_FILE_BYTES)? {
+            Some(json) => parse_config(&json)
+                .map_err(|why| TemplateError::Invalid { path: config_path.clone(), why: super::tokenizer::Why(why) })?,
+            None => Config::default(),
         };
-        let source = match template_of_config(&json) {
-            Ok(Some(source)) => source,
-            Ok(None) => return Err(TemplateError::Missing { dir: dir.to_owned() }),
-            Err(why) => return Err(TemplateError::Invalid { path, why: super::tokenizer::Why(why) }),
+        let own_path = dir.join("chat_template.jinja");
+        let (path, source) = match (read_optional(&own_path, MAX_TEMPLATE_BYTES)?, config.template) {
+            (Some(source), _) => (own_path, source),
+            (None, Some(source)) => (config_path, source),
+            (None, None) => return Err(TemplateError::Missing { dir: dir.to_owned() }),
         };
-        ChatTemplate::compile(source).map_err(|source| TemplateError::Syntax { path, source })
+        let template = ChatTemplate::compile(source).map_err(|source| TemplateError::Syntax { path, source })?;
+        Ok(ChatTemplate { tokens: config.tokens, ..template })
     }
 
     /// Compiles a template from its text.
@@ -217,7 +223,7 @@ impl ChatTemplate {
             pyjson::dump(&value, style)
         });
         environment.add_template_owned(NAME, source)?;
-        Ok(ChatTemplate { environment })
+        Ok(ChatTemplate { environment, tokens: Vec::new() })
     }
 
     /// Renders a conversation. Only what the template itself writes becomes a control token.
@@ -231,7 +237,8 @@ impl ChatTemplate {
             .iter()
             .map(|m| serde_json::json!({ "role": m.role.name(), "content": m.content }))
             .collect::<Vec<Json>>();
-        let mut context = serde_json::Map::new();
+        let tokens = self.tokens.iter().map(|(name, token)| ((*name).to_owned(), token.as_str().into()));
+        let mut context: serde_json::Map<String, Json> = tokens.collect();
         context.insert("add_generation_prompt".into(), options.add_generation_prompt.into());
         if let Some(thinking) = options.enable_thinking {
             context.insert("enable_thinking".into(), thinking.into());
@@ -335,21 +342,35 @@ fn read_optional(path: &Path, bytes_max: u64) -> Result<Option<String>, Template
     read().map_err(|source| TemplateError::Read { path: path.to_owned(), source })
 }
 
-/// `chat_template` is a string, or a list of named templates of which "default" counts.
-fn template_of_config(json: &str) -> Result<Option<String>, String> {
+/// What tokenizer_config.json says that a template needs.
+#[derive(Default)]
+struct Config {
+    template: Option<String>,
+    tokens: Vec<(&'static str, String)>,
+}
+
+/// `chat_template` is a string, or a list of named templates of which "default" counts; a token is a string, or an object
+/// with the string in it.
+fn parse_config(json: &str) -> Result<Config, String> {
     let config: Json = serde_json::from_str(json).map_err(|e| e.to_string())?;
-    match config.get("chat_template") {
-        None | Some(Json::Null) => Ok(None),
-        Some(Json::String(source)) => Ok(Some(source.clone())),
+    let template = match config.get("chat_template") {
+        None | Some(Json::Null) => None,
+        Some(Json::String(source)) => Some(source.clone()),
         Some(Json::Array(named)) => {
             let default = named.iter().find(|t| t.get("name").and_then(Json::as_str) == Some("default"));
             match default.and_then(|t| t.get("template")).and_then(Json::as_str) {
-                Some(source) => Ok(Some(source.to_owned())),
-                None => Err("chat_template lists no template named \"default\"".into()),
+                Some(source) => Some(source.to_owned()),
+                None => return Err("chat_template lists no template named \"default\"".into()),
             }
         }
-        Some(_) => Err("chat_template is neither a string nor a list".into()),
-    }
+        Some(_) => return Err("chat_template is neither a string nor a list".into()),
+    };
+    let token = |name: &'static str| {
+        let value = config.get(name)?;
+        let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
+        Some((name, text.to_owned()))
+    };
+    Ok(Config { template, tokens: TOKEN_NAMES.into_iter().filter_map(token).collect() })
 }
 
 #[cfg(test)]

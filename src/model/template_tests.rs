@@ -176,3 +176,25 @@ fn the_template_of_tokenizer_config_is_found() {
     std::fs::write(&config, r#"{"chat_template": "{% if %}"}"#).unwrap();
     assert!(matches!(ChatTemplate::open(dir.path()).unwrap_err(), TemplateError::Syntax { .. }));
 }
+
+#[test]
+fn a_template_may_name_control_tokens_by_what_they_are_for() {
+    // As templates of OLMoE do; the marks of who speaks are text there.
+    let template = r#"{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{{ pad_token }}"#;
+    let config = serde_json::json!({
+        "chat_template": template, "bos_token": "<|endoftext|>", "eos_token": {"content": "<|end|>"}, "pad_token": null,
+    });
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    let control = ControlTokens::new(vec![("<|endoftext|>".into(), 7)]);
+    let messages = [Message::new(Role::User, "<|endoftext|>?")];
+    let rendered = ChatTemplate::open(dir.path()).unwrap().render(&messages, &answer(), &control).unwrap();
+    assert_eq!(rendered.text(), "<|endoftext|><|user|>\n<|endoftext|>?\n<|assistant|>\n");
+    assert_eq!(names(&rendered), ["<|endoftext|>"], "the template's, not the user's");
+
+    // A file beside it may bring the template; the tokens are still those of the config.
+    std::fs::write(dir.path().join("chat_template.jinja"), "{{ eos_token }}{{ messages[0]['content'] }}").unwrap();
+    let rendered = ChatTemplate::open(dir.path()).unwrap().render(&messages, &answer(), &control).unwrap();
+    assert_eq!(rendered.text(), "<|end|><|endoftext|>?");
+}
