@@ -8,7 +8,7 @@ use millstream::checkpoint::convert::{ConvertOptions, Progress, Width, convert};
 use millstream::checkpoint::{Checkpoint, CheckpointError, MatrixSource};
 use millstream::kernels::{Format, Kernels, WeightRef};
 use millstream_io::{FileSet, FileSpan, IoMode, layout};
-use safetensors::{Model, Shard, Tensor, tiny_model};
+use safetensors::{Model, Shard, Tensor, tiny_model, tiny_olmoe};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -210,6 +210,15 @@ fn the_default_container_of_a_trained_fp8_model_holds_its_weights() {
     assert_one_read_an_expert(&checkpoint);
     assert_eq!(checkpoint.experts.get(1, 0).unwrap().gate.spec.format, Format::Int4Row);
     assert_eq!(checkpoint.experts.get(6, 0).unwrap().gate.spec.format, Format::Int8Row);
+}
+
+#[test]
+fn the_default_container_of_the_other_family_holds_its_weights() {
+    let dst = converted(tiny_olmoe(), &ConvertOptions::default());
+    assert_values(tiny_olmoe(), dst.path(), None, |name| bits_of(name, "no layer", 8));
+    let checkpoint = Checkpoint::open(dst.path()).unwrap();
+    assert!(checkpoint.notes().is_empty(), "{:?}", checkpoint.notes());
+    assert_one_read_an_expert(&checkpoint);
 }
 
 #[test]

@@ -104,15 +104,24 @@ pub fn tiny_model() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tiny-glm-moe-dsa"))
 }
 
-/// A writable copy of the tiny model, gone when dropped.
+/// The tiny random model of the other family.
+pub fn tiny_olmoe() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tiny-olmoe"))
+}
+
+/// A writable copy of a tiny model, gone when dropped.
 pub struct Model {
     pub dir: tempfile::TempDir,
 }
 
 impl Model {
     pub fn tiny() -> Model {
+        Model::copy_of(tiny_model())
+    }
+
+    pub fn copy_of(source: &Path) -> Model {
         let dir = tempfile::tempdir().unwrap();
-        for entry in fs::read_dir(tiny_model()).unwrap() {
+        for entry in fs::read_dir(source).unwrap() {
             let path = entry.unwrap().path();
             fs::write(dir.path().join(path.file_name().unwrap()), fs::read(&path).unwrap()).unwrap();
         }
