@@ -6,6 +6,9 @@ pub mod design {}
 #[doc = include_str!("arithmetic.md")]
 pub mod arithmetic {}
 
+#[doc = include_str!("families.md")]
+pub mod families {}
+
 #[doc = include_str!("files.md")]
 pub mod files {}
 
