@@ -70,17 +70,6 @@ impl Counters {
         u64::from(self.heat[key as usize]) * 256 / u64::from(ONE) + u64::from(recency)
     }
 
-    /// Chances in 65536, at least one, that a visit of its layer chooses `key`, by the recent ones.
-    pub(super) fn rate(&self, key: Key, layer: usize) -> u32 {
-        let heat = u64::from(self.heat[key as usize]) + u64::from(ONE) / 4;
-        (heat * 65536 / u64::from(ONE) / u64::from(self.window(layer))).clamp(1, 65536) as u32
-    }
-
-    /// Visits of its layer from the last that chose `key` to the next: 1 where the last visit did.
-    pub(super) fn age(&self, key: Key, layer: usize) -> u32 {
-        self.visits[layer].wrapping_sub(self.last[key as usize]).saturating_add(1)
-    }
-
     /// Visits that heat remembers: those since the last halving, and a whole period's worth from before it.
     fn window(&self, layer: usize) -> u32 {
         let visits = self.visits[layer];

@@ -1,17 +1,15 @@
-//! The expert that will be needed last, as far as can be told, gives way.
+//! The expert that is worth least, as far as can be told, gives way: [`super::worths`] says what one is worth when its
+//! layer is next.
 //!
 //! A model visits its layers in a circle, so that recency misleads: what a layer used just now is needed again a whole
-//! round later at the earliest, while what the next layer used is needed soonest and was used longest ago. The wait for
-//! an expert is the way to its layer, and as many rounds as it is expected not to be chosen there. Where a guess was made
-//! of what a layer will ask for, it replaces that expectation.
+//! round later at the earliest, while what the next layer used is needed soonest and was used longest ago. So the worth
+//! of an expert is less the longer the way to its layer is. Where a guess was made of what a layer will ask for, it
+//! replaces the expectation.
 
 use super::cached::Cached;
-use super::counters::Counters;
-use super::hazard::{CellNumber, Hazard};
+use super::rates::Rates;
+use super::worths::{self, Kind, Worths};
 use super::{Key, Layers, Past, Policy, Wanted};
-
-/// A round, in the unit of waits.
-const ROUND: u64 = 256;
 
 pub(super) struct Lookahead {
     forecast: Forecast,
@@ -36,9 +34,7 @@ impl Policy for Lookahead {
 
     fn victim(&mut self, held: &dyn Fn(Key) -> bool) -> Option<Key> {
         let Lookahead { forecast, cached } = self;
-        // What waits longest is worth least.
-        let in_all = |layer, worth| u64::MAX - forecast.wait(layer, u64::MAX - worth);
-        cached.least(|key| u64::MAX - forecast.rounds(key), in_all, held)
+        cached.least(|key| forecast.worth(key), |layer, worth| forecast.discounted(layer, worth), held)
     }
 
     fn evict(&mut self, key: Key) {
@@ -65,15 +61,22 @@ impl Policy for Lookahead {
     }
 }
 
-/// When experts will be needed.
+/// What is known of an expert since the last visit of its layer.
+#[derive(Clone, Copy, Default)]
+struct Outlook {
+    kind: Kind,
+    /// Worth at the next visit by its rate alone; 0 before the first visit.
+    by_rate: u32,
+    /// Worth at the next visit.
+    worth: u32,
+}
+
+/// What experts will be worth.
 struct Forecast {
     layers: Layers,
-    counters: Counters,
-    hazard: Hazard,
-    /// The cell of each expert since the last visit of its layer.
-    cells: Vec<CellNumber>,
-    /// Rounds that each expert is expected to wait from the next visit of its layer on.
-    rounds: Vec<u32>,
+    rates: Rates,
+    worths: Worths,
+    outlooks: Vec<Outlook>,
     guessed: Vec<bool>,
     /// Layers that a guess was made for.
     has_guess: Vec<bool>,
@@ -86,10 +89,9 @@ impl Forecast {
         let keys = layers.keys();
         Forecast {
             layers: layers.clone(),
-            counters: Counters::new(layers),
-            hazard: Hazard::new(),
-            cells: vec![Hazard::cell(1, 1); keys],
-            rounds: vec![u32::MAX; keys],
+            rates: Rates::new(layers),
+            worths: Worths::new(),
+            outlooks: vec![Outlook::default(); keys],
             guessed: vec![false; keys],
             has_guess: vec![false; layers.count()],
             layer: 0,
@@ -97,7 +99,7 @@ impl Forecast {
     }
 
     fn remember(&mut self, past: &Past) {
-        self.counters.remember(past);
+        self.rates.remember(past);
         for layer in 0..self.layers.count() {
             self.layers.range(layer).for_each(|key| self.foresee(key as Key, layer));
         }
@@ -105,29 +107,30 @@ impl Forecast {
 
     /// Learns from what a layer chose, and foresees anew for all of its experts: nothing changes until its next visit.
     fn visit(&mut self, rows: u32, wanted: &[Wanted]) {
-        self.layer = self.counters.request(rows, wanted);
+        self.layer = self.rates.visit(rows, wanted);
         let mut chosen = wanted.iter().map(|wanted| wanted.key).peekable();
         for key in self.layers.range(self.layer) {
             let was_chosen = chosen.next_if_eq(&(key as Key)).is_some();
-            // A batch of rows chooses nearly everything, which says nothing about one row.
-            if rows == 1 {
-                self.hazard.saw(self.cells[key], was_chosen);
-            }
+            let Outlook { kind, by_rate, .. } = self.outlooks[key];
             self.foresee(key as Key, self.layer);
+            // A batch of rows chooses nearly everything, which says nothing about one row.
+            if rows == 1 && by_rate > 0 {
+                // Not chosen, it was worth half of what it is worth now, a round later.
+                let came = if was_chosen { worths::SURE } else { self.outlooks[key].worth / 2 };
+                self.worths.saw(kind, by_rate, came);
+            }
         }
         if std::mem::take(&mut self.has_guess[self.layer]) {
             self.guessed[self.layers.range(self.layer)].fill(false);
         }
     }
 
-    /// Works out how many rounds `key` waits from the next visit of its layer on.
+    /// Works out what `key` is worth at the next visit of its layer.
     fn foresee(&mut self, key: Key, layer: usize) {
-        let rate = self.counters.rate(key, layer);
-        let cell = Hazard::cell(self.counters.age(key, layer), rate);
-        self.cells[key as usize] = cell;
-        // Not chosen at the next visit, it waits as long as one of its rate does.
-        let skipped = 65536 - self.hazard.chance(cell, rate).min(65536);
-        self.rounds[key as usize] = (ROUND * u64::from(skipped) / u64::from(rate)) as u32;
+        let rate = self.rates.often(key, layer);
+        let kind = Kind::of(self.rates.age(key, layer), rate, self.rates.lately(key, layer));
+        let by_rate = worths::by_rate(rate);
+        self.outlooks[key as usize] = Outlook { kind, by_rate, worth: self.worths.worth(kind, by_rate) };
     }
 
     /// `key` is thought to be asked for at the next visit of its layer, which is returned.
@@ -138,20 +141,21 @@ impl Forecast {
         layer
     }
 
-    /// Rounds that `key` is expected to wait, by a guess where there is one.
-    fn rounds(&self, key: Key) -> u64 {
-        let rounds = u64::from(self.rounds[key as usize]);
+    /// What `key` is worth when its layer is next, by a guess where there is one.
+    fn worth(&self, key: Key) -> u64 {
+        let worth = u64::from(self.outlooks[key as usize].worth);
         match (self.has_guess[self.layers.of(key)], self.guessed[key as usize]) {
-            (true, true) => 0,
-            (true, false) => rounds + ROUND,
-            (false, _) => rounds,
+            (true, true) => worths::SURE.into(),
+            (true, false) => worth / 2,
+            (false, _) => worth,
         }
     }
 
-    /// Layers from here to an expert of `layer` that waits so many rounds there.
-    fn wait(&self, layer: usize, rounds: u64) -> u64 {
+    /// What an expert is worth here that will be worth so much when its `layer` is next: half of it where that is a round
+    /// away, and in between by the way.
+    fn discounted(&self, layer: usize, worth: u64) -> u64 {
         let count = self.layers.count();
         let way = if layer > self.layer { layer - self.layer } else { layer + count - self.layer };
-        rounds * count as u64 + ROUND * way as u64
+        worth * (2 * count - way) as u64
     }
 }

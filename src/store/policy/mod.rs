@@ -8,16 +8,17 @@ mod arc;
 pub mod belady;
 mod cached;
 mod counters;
-mod hazard;
 mod lfru;
 mod lookahead;
 mod lru;
 mod pins;
 mod queues;
+mod rates;
 mod s3_fifo;
 #[cfg(test)]
 mod tests;
 mod two_queues;
+mod worths;
 
 use std::fmt;
 use std::str::FromStr;
@@ -107,7 +108,7 @@ pub enum PolicyKind {
     S3Fifo,
     /// Frequency with decay; recency breaks ties.
     Lfru,
-    /// What is expected to be needed last gives way: by the way to its layer, by frequency and age, and by guesses.
+    /// What is worth least gives way: by how soon experts like it were used, by the way to its layer, and by guesses.
     #[default]
     Lookahead,
 }

@@ -338,7 +338,7 @@ impl Policy for PlainLfru {
     }
 }
 
-/// Waits from the whole past, each time anew.
+/// Worths from the whole past, each time anew.
 struct PlainLookahead {
     past: PlainLfru,
     /// What layers, in the order of their requests, chose.
@@ -346,43 +346,56 @@ struct PlainLookahead {
 }
 
 impl PlainLookahead {
-    /// Age and rate of `key` after `visits` visits of its layer.
-    fn age_and_rate(past: &PlainLfru, key: Key) -> (u64, u64) {
-        let visits = past.past[key as usize / EXPERTS].len() as u64;
-        let (heat, age) = past.heat_and_age(key);
-        let window = visits.min(128 + visits % 128).max(1);
-        (age + 1, ((heat + 64) * 65536 / 256 / window).clamp(1, 65536))
+    /// Chances in 65536 that a visit chooses `key`, where each visit takes one part in `fading` from what was before.
+    fn rate(visits: &[Vec<Key>], key: Key, fading: u64) -> u64 {
+        let (mut heat, mut weight) = (0, 0);
+        for chosen in visits {
+            let fade = |value: u64| value - value.div_ceil(fading);
+            heat = fade(heat) + if chosen.contains(&key) { 65536 } else { 0 };
+            weight = fade(weight) + 65536;
+        }
+        ((heat + 16384) * 65536 / weight.max(65536)).clamp(1, 65536)
     }
 
-    /// Powers of two of the age, and half powers of the rate.
-    fn kind(age: u64, rate: u64) -> (u32, u32) {
+    /// Powers of two of the age, half powers of the rate, and how the rate of late stands to it.
+    fn kind(age: u64, rate: u64, lately: u64) -> (u32, u32, u32) {
         let octave = 63 - rate.leading_zeros();
         let upper = octave > 0 && rate >= (1 << octave) + (1 << (octave - 1));
-        ((63 - age.leading_zeros()).min(7), 2 * octave + u32::from(upper))
+        let trend = match lately {
+            _ if lately < rate / 2 => 0,
+            _ if lately < rate => 1,
+            _ if lately < 2 * rate => 2,
+            _ if lately < 4 * rate => 3,
+            _ => 4,
+        };
+        ((63 - age.leading_zeros()).min(7), 2 * octave + u32::from(upper), trend)
     }
 
-    /// Seen and chosen experts of a kind, and the expected rounds of every expert, from the beginning.
-    fn rounds(&self) -> Vec<u64> {
-        let mut seen = std::collections::BTreeMap::<(u32, u32), (u64, u64)>::new();
-        let mut kinds = [PlainLookahead::kind(1, 1); LAYERS * EXPERTS];
-        let mut rounds = vec![u64::from(u32::MAX); LAYERS * EXPERTS];
-        let mut replayed = PlainLfru::new();
+    /// The worth of every expert when its layer is next. What was foretold and came of each kind is added up from the
+    /// beginning.
+    fn worths(&self) -> Vec<u64> {
+        let mut sums = std::collections::BTreeMap::<(u32, u32, u32), (u64, u64)>::new();
+        let mut outlooks = [None; LAYERS * EXPERTS];
+        let mut visits = [0; LAYERS];
         for &layer in &self.requests {
-            let chosen = self.past.past[layer][replayed.past[layer].len()].clone();
-            replayed.past[layer].push(chosen.clone());
-            let keys = (layer * EXPERTS..(layer + 1) * EXPERTS).map(|key| key as Key);
-            for key in keys {
-                let counts = seen.entry(kinds[key as usize]).or_default();
-                counts.0 += 1;
-                counts.1 += u64::from(chosen.contains(&key));
-                let (age, rate) = PlainLookahead::age_and_rate(&replayed, key);
-                kinds[key as usize] = PlainLookahead::kind(age, rate);
-                let (all, hits) = seen.get(&kinds[key as usize]).copied().unwrap_or_default();
-                let chance = ((hits * 65536 + 16 * rate) / (all + 16)).min(65536);
-                rounds[key as usize] = 256 * (65536 - chance) / rate;
+            visits[layer] += 1;
+            let seen = &self.past.past[layer][..visits[layer]];
+            for key in (layer * EXPERTS..(layer + 1) * EXPERTS).map(|key| key as Key) {
+                let chosen = |visit: &Vec<Key>| visit.contains(&key);
+                let age = seen.iter().rev().position(chosen).map_or(seen.len() as u64, |age| age as u64) + 1;
+                let (rate, lately) = (PlainLookahead::rate(seen, key, 256), PlainLookahead::rate(seen, key, 32));
+                let kind = PlainLookahead::kind(age, rate, lately);
+                let by_rate = 2 * 65536 * rate / (65536 + rate);
+                let (foretold, came) = sums.get(&kind).copied().unwrap_or_default();
+                let worth = (by_rate * (came + 16 * by_rate) / (foretold + 16 * by_rate)).min(65536);
+                if let Some((kind, by_rate, _)) = outlooks[key as usize].replace((kind, by_rate, worth)) {
+                    let sums = sums.entry(kind).or_default();
+                    sums.0 += by_rate;
+                    sums.1 += if chosen(&seen[seen.len() - 1]) { 65536 } else { worth / 2 };
+                }
             }
         }
-        rounds
+        outlooks.iter().map(|outlook| outlook.map_or(0, |(.., worth)| worth)).collect()
     }
 }
 
@@ -394,13 +407,13 @@ impl Policy for PlainLookahead {
     fn hit(&mut self, _: Key) {}
     fn miss(&mut self, _: Key) {}
     fn victim(&mut self, held: &dyn Fn(Key) -> bool) -> Option<Key> {
-        let (rounds, here) = (self.rounds(), self.requests[self.requests.len() - 1]);
-        let wait = |key: Key| {
+        let (worths, here) = (self.worths(), self.requests[self.requests.len() - 1]);
+        let worth = |key: Key| {
             let way = (1..=LAYERS).find(|way| (here + way) % LAYERS == key as usize / EXPERTS).unwrap_or(0);
-            rounds[key as usize] * LAYERS as u64 + 256 * way as u64
+            worths[key as usize] * (2 * LAYERS - way) as u64
         };
         let free = self.past.cached.iter().copied().filter(|&key| !held(key));
-        free.max_by_key(|&key| (wait(key), std::cmp::Reverse(key)))
+        free.min_by_key(|&key| (worth(key), key))
     }
     fn evict(&mut self, key: Key) {
         self.past.evict(key);
