@@ -86,6 +86,8 @@ pub const CHECK_SLAB_BYTES_MAX: usize = 8 << 20;
 pub const GONE_CHECKED_MAX: usize = 64;
 /// Threads that hash. One is faster than one drive; several drives, or a slow processor, need more.
 pub const CHECK_WORKERS_MAX: usize = 4;
+/// Layers ahead of which experts are guessed.
+pub const LOOKAHEAD_LAYERS_MAX: usize = 2;
 /// Bytes of one step in a routing trace: every layer's choices and guesses for as many rows as a step may have.
 pub const MAX_TRACE_STEP_BYTES: usize = 1 << 28;
 /// Bytes of a usage history that is read: one number for every expert that a model may have.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde_json::{Value as Json, json};
 
 use crate::store::trace::Trace;
-use crate::store::trace::report::{LayerReport, Report};
+use crate::store::trace::report::{Foretold, LayerReport, Report, Share};
 
 use super::{read_all, shape, svg};
 use crate::cli::{Done, Failure, output, size};
@@ -63,28 +63,12 @@ fn text(head: &str, report: &Report) -> String {
     for layer in &report.layers {
         let _ = writeln!(text, "{:>6} |{}|", layer.layer, heat_line(&layer.selections));
     }
-    text += "\n layer   hottest quarter   Gini   entropy   previous token   guess recall   precision\n";
-    let share = |share: Option<f64>| share.map_or_else(|| "-".into(), |share| format!("{:.1} %", 100.0 * share));
-    for LayerReport {
-        layer,
-        gini,
-        entropy_bits,
-        hottest_quarter,
-        previous_recall,
-        guess_recall,
-        guess_precision,
-        ..
-    } in &report.layers
-    {
-        let _ = writeln!(
-            text,
-            "{layer:>6}{:>18}{gini:>7.3}{entropy_bits:>10.2}{:>17}{:>15}{:>12}",
-            share(Some(*hottest_quarter)),
-            share(*previous_recall),
-            share(*guess_recall),
-            share(*guess_precision),
-        );
+    text += "\n layer   hottest quarter   Gini   entropy\n";
+    for LayerReport { layer, gini, entropy_bits, hottest_quarter, .. } in &report.layers {
+        let quarter = format!("{:.1} %", 100.0 * hottest_quarter);
+        let _ = writeln!(text, "{layer:>6}{quarter:>18}{gini:>7.3}{entropy_bits:>10.2}");
     }
+    foretold(&mut text, report);
     text += "\nreuse distance: different experts asked for between two uses of one\n";
     let most = report.reuse.iter().copied().chain([report.first_uses]).max().unwrap_or(0).max(1);
     let mut line = |name: String, count: u64| {
@@ -96,6 +80,39 @@ fn text(head: &str, report: &Report) -> String {
     }
     line("first use".into(), report.first_uses);
     text
+}
+
+/// How well the choices of each layer can be foretold.
+fn foretold(text: &mut String, report: &Report) {
+    *text += "\nrecall: of what a token chose, what the token before had chosen ('p'), and what was guessed one layer before \
+              (to the end of '#') and two layers before ('2')\n layer   token before   one layer   two layers\n";
+    let share = |share: Share| share.fraction().map_or_else(|| "-".into(), |share| format!("{:.1} %", 100.0 * share));
+    let mut line = |name: &str, foretold: &Foretold| {
+        let Foretold { previous, recall, .. } = foretold;
+        let _ = writeln!(
+            text,
+            "{name:>6}{:>15}{:>12}{:>13}  |{}|",
+            share(*previous),
+            share(recall[0]),
+            share(recall[1]),
+            recall_bar(foretold)
+        );
+    };
+    report.layers.iter().for_each(|layer| line(&layer.layer.to_string(), &layer.foretold));
+    line("all", &report.foretold());
+}
+
+/// Recall from none to all.
+fn recall_bar(foretold: &Foretold) -> String {
+    let column = |share: Share| share.fraction().map(|share| (share * BAR as f64).round() as usize);
+    let mut bar = [' '; BAR];
+    bar[..column(foretold.recall[0]).unwrap_or(0)].fill('#');
+    for (mark, share) in [('p', foretold.previous), ('2', foretold.recall[1])] {
+        if let Some(column) = column(share) {
+            bar[column.saturating_sub(1)] = mark;
+        }
+    }
+    bar.iter().collect()
 }
 
 /// Selections as shades; experts share a column where there are more than columns.
@@ -119,26 +136,23 @@ fn shade(heat: f64, mean: f64) -> usize {
 }
 
 fn json_text(traces: &[Trace], report: &Report) -> String {
-    let rounded = |value: f64| Json::from((value * 1e6).round() / 1e6);
-    let share = |value: Option<f64>| value.map_or(Json::Null, rounded);
     let layers: Vec<Json> = report
         .layers
         .iter()
         .map(|layer| {
-            json!({
+            let mut json = json!({
                 "layer": layer.layer,
                 "selections": layer.selections,
                 "gini": rounded(layer.gini),
                 "entropy_bits": rounded(layer.entropy_bits),
                 "hottest_quarter": rounded(layer.hottest_quarter),
-                "previous_token_recall": share(layer.previous_recall),
-                "lookahead_recall": share(layer.guess_recall),
-                "lookahead_precision": share(layer.guess_precision),
-            })
+            });
+            add_foretold(&mut json, &layer.foretold);
+            json
         })
         .collect();
     let header = traces[0].header();
-    let json = json!({
+    let mut json = json!({
         "schema_version": 1,
         "model": format!("{:016x}", header.fingerprint),
         "experts": header.experts,
@@ -148,7 +162,22 @@ fn json_text(traces: &[Trace], report: &Report) -> String {
         "reuse_distance_below_power_of_two": report.reuse,
         "first_uses": report.first_uses,
     });
+    add_foretold(&mut json, &report.foretold());
     json.to_string() + "\n"
+}
+
+fn add_foretold(json: &mut Json, foretold: &Foretold) {
+    let share = |share: Share| share.fraction().map_or(Json::Null, rounded);
+    let Foretold { previous, recall: [one, two], precision: [one_precise, two_precise] } = *foretold;
+    json["previous_token_recall"] = share(previous);
+    json["lookahead_recall"] = share(one);
+    json["lookahead_precision"] = share(one_precise);
+    json["lookahead_recall_two_ahead"] = share(two);
+    json["lookahead_precision_two_ahead"] = share(two_precise);
+}
+
+fn rounded(value: f64) -> Json {
+    Json::from((value * 1e6).round() / 1e6)
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ pub mod report;
 pub mod simulate;
 pub mod synth;
 
-use crate::limits::{MAX_EXPERTS, MAX_LAYERS, MAX_ROWS, MAX_TOP_K};
+use crate::limits::{LOOKAHEAD_LAYERS_MAX, MAX_EXPERTS, MAX_LAYERS, MAX_ROWS, MAX_TOP_K};
 pub use format::{Decoded, TraceError};
 
 /// What a trace is of.
@@ -67,17 +67,17 @@ pub struct Trace {
     header: Header,
     steps: Vec<Step>,
     ids: Vec<u16>,
-    guesses: Vec<Guess>,
+    guesses: Vec<[Guess; LOOKAHEAD_LAYERS_MAX]>,
     guessed: Vec<u16>,
 }
 
 /// One layer of one step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Choice<'a> {
     /// `[rows, top_k]`, each row ascending.
     pub ids: &'a [u16],
-    /// `[rows, guessed]`: what was guessed beforehand; empty where nothing was.
-    pub guess: &'a [u16],
+    /// `[rows, guessed]`: what was guessed one layer before, two layers before, and so on; empty where nothing was.
+    pub guesses: [&'a [u16]; LOOKAHEAD_LAYERS_MAX],
 }
 
 impl Trace {
@@ -116,26 +116,30 @@ impl Trace {
     pub fn choice(&self, step: usize, layer: usize) -> Choice<'_> {
         let Step { rows, ids_at, guesses_at, .. } = self.steps[step];
         let count = usize::from(rows) * usize::from(self.header.top_k);
-        let guess = self.guesses[guesses_at + layer];
+        let guessed = |guess: Guess| &self.guessed[guess.at..][..usize::from(rows) * usize::from(guess.per_row)];
         Choice {
             ids: &self.ids[ids_at + layer * count..][..count],
-            guess: &self.guessed[guess.at..][..usize::from(rows) * usize::from(guess.per_row)],
+            guesses: self.guesses[guesses_at + layer].map(guessed),
         }
     }
 
-    /// Adds a step, a choice for each layer. `begins` marks the first step of a sequence. Panics when a choice is not of the header's
-    /// shape.
+    /// Adds a step, a choice for each layer. `begins` marks the first step of a sequence. Panics when a choice is not of
+    /// the header's shape.
     pub fn push<'a>(&mut self, rows: usize, begins: bool, choices: impl IntoIterator<Item = Choice<'a>>) {
         assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows");
         let step = Step { rows: rows as u16, begins, ids_at: self.ids.len(), guesses_at: self.guesses.len() };
-        for Choice { ids, guess } in choices {
-            assert_eq!(ids.len(), rows * usize::from(self.header.top_k));
-            let per_row = guess.len() / rows;
-            assert!(guess.len() == rows * per_row && per_row <= usize::from(self.header.experts));
-            assert!(ids.iter().chain(guess).all(|&id| id < self.header.experts));
+        let are_experts = |header: &Header, ids: &[u16]| ids.iter().all(|&id| id < header.experts);
+        for Choice { ids, guesses } in choices {
+            assert!(ids.len() == rows * usize::from(self.header.top_k) && are_experts(&self.header, ids));
             self.ids.extend_from_slice(ids);
-            self.guesses.push(Guess { at: self.guessed.len(), per_row: per_row as u16 });
-            self.guessed.extend_from_slice(guess);
+            let kept = guesses.map(|guess| {
+                let (at, per_row) = (self.guessed.len(), guess.len() / rows);
+                assert!(guess.len() == rows * per_row && per_row <= usize::from(self.header.experts));
+                assert!(are_experts(&self.header, guess));
+                self.guessed.extend_from_slice(guess);
+                Guess { at, per_row: per_row as u16 }
+            });
+            self.guesses.push(kept);
         }
         assert_eq!(self.guesses.len() - step.guesses_at, self.header.layers.len());
         self.steps.push(step);
@@ -152,8 +156,8 @@ impl Trace {
     }
 }
 
-/// Makes a trace of what the router is seen to choose, layer by layer. A step that did not come to its last layer is not
-/// part of it.
+/// Makes a trace of what the router is seen to choose, layer by layer, and of what was guessed of it. A step that did not
+/// come to its last layer is not part of it.
 pub struct Recorder {
     trace: Trace,
     /// Rows of the step that is being seen; later chunks of a prompt may be cut into single rows.
@@ -161,12 +165,15 @@ pub struct Recorder {
     begins: bool,
     layers_seen: usize,
     ids: Vec<u16>,
+    /// Of each layer: the last guesses of what it will choose.
+    guesses: Vec<[Vec<u16>; LOOKAHEAD_LAYERS_MAX]>,
 }
 
 impl Recorder {
     /// Records a model described by `header`.
     pub fn new(header: Header) -> Recorder {
-        Recorder { trace: Trace::new(header), split_rows: false, begins: true, layers_seen: 0, ids: vec![] }
+        let guesses = header.layers.iter().map(|_| Default::default()).collect();
+        Recorder { trace: Trace::new(header), split_rows: false, begins: true, layers_seen: 0, ids: vec![], guesses }
     }
 
     /// What follows is a new sequence. With `split_rows` its rows become steps of their own, as if each had been
@@ -175,12 +182,12 @@ impl Recorder {
         (self.split_rows, self.begins) = (split_rows, true);
         self.layers_seen = 0;
         self.ids.clear();
+        self.forget_guesses();
     }
 
     /// The router of model layer `layer` chose `ids` (`[rows, top_k]`).
     pub fn saw(&mut self, layer: usize, ids: &[u16]) {
-        let layers = &self.trace.header.layers;
-        let Some(place) = layers.iter().position(|&known| usize::from(known) == layer) else { return };
+        let Some(place) = self.place(layer) else { return };
         if place == 0 {
             self.ids.clear();
             self.layers_seen = 0;
@@ -190,9 +197,26 @@ impl Recorder {
         }
         self.ids.extend_from_slice(ids);
         self.layers_seen += 1;
-        if self.layers_seen == layers.len() {
+        if self.layers_seen == self.guesses.len() {
             self.take_step();
         }
+    }
+
+    /// `ahead` layers before it, from 1 on, model layer `layer` is thought to choose `ids` (`[rows, guessed]`).
+    pub fn guessed(&mut self, layer: usize, ahead: usize, ids: &[u16]) {
+        let Some(place) = self.place(layer) else { return };
+        if let Some(guess) = self.guesses[place].get_mut(ahead - 1) {
+            guess.clear();
+            guess.extend_from_slice(ids);
+        }
+    }
+
+    fn place(&self, layer: usize) -> Option<usize> {
+        self.trace.header.layers.iter().position(|&known| usize::from(known) == layer)
+    }
+
+    fn forget_guesses(&mut self) {
+        self.guesses.iter_mut().flatten().for_each(Vec::clear);
     }
 
     /// The trace so far.
@@ -207,14 +231,21 @@ impl Recorder {
         let rows = per_layer / top_k;
         let (steps, rows_each) = if self.split_rows { (rows, 1) } else { (1, rows) };
         for step in 0..steps {
-            let choices = ids
-                .chunks_exact(per_layer)
-                .map(|layer| Choice { ids: &layer[step * rows_each * top_k..][..rows_each * top_k], guess: &[] });
+            let first = step * rows_each;
+            let of_step = |all: &'_ Vec<u16>| {
+                let per_row = all.len() / rows;
+                first * per_row..(first + rows_each) * per_row
+            };
+            let choices = ids.chunks_exact(per_layer).zip(&self.guesses).map(|(ids, guesses)| Choice {
+                ids: &ids[first * top_k..][..rows_each * top_k],
+                guesses: std::array::from_fn(|ahead| &guesses[ahead][of_step(&guesses[ahead])]),
+            });
             self.trace.push(rows_each, self.begins, choices);
             self.begins = false;
         }
         self.ids = ids;
         self.ids.clear();
+        self.forget_guesses();
     }
 }
 
@@ -248,14 +279,41 @@ mod tests {
     fn rows_of_a_text_become_steps() {
         let mut recorder = Recorder::new(header());
         recorder.begin(true);
+        recorder.guessed(3, 1, &[1, 2, 3, 4]);
         recorder.saw(3, &[0, 1, 2, 3]);
+        recorder.guessed(4, 1, &[4, 5, 5, 6]);
+        recorder.guessed(5, 2, &[0, 0, 0, 0]);
         recorder.saw(4, &[4, 5, 6, 7]);
         let trace = recorder.finish();
         assert_eq!((trace.steps(), trace.rows(1)), (2, 1));
         assert_eq!((trace.choice(1, 0).ids, trace.choice(1, 1).ids), (&[2, 3][..], &[6, 7][..]));
+        assert_eq!((trace.choice(0, 0).guesses[0], trace.choice(1, 0).guesses[0]), (&[1, 2][..], &[3, 4][..]));
+        assert_eq!(trace.choice(1, 1).guesses, [&[5, 6][..], &[]]);
         assert_eq!((trace.begins(0), trace.begins(1)), (true, false));
         let part = trace.part(1..2);
         assert_eq!((part.steps(), part.choice(0, 1), part.begins(0)), (1, trace.choice(1, 1), false));
+    }
+
+    #[test]
+    fn a_guess_belongs_to_its_step_alone() {
+        let mut recorder = Recorder::new(header());
+        recorder.begin(false);
+        // A step that was broken off, and one without guesses.
+        recorder.guessed(4, 2, &[1, 2]);
+        recorder.saw(3, &[0, 1]);
+        recorder.begin(false);
+        for step in 0..2 {
+            recorder.saw(3, &[0, 1]);
+            if step == 0 {
+                recorder.guessed(4, 1, &[2, 3]);
+                recorder.guessed(4, 1, &[4, 5]);
+            }
+            recorder.saw(4, &[4, 5]);
+        }
+        let trace = recorder.finish();
+        assert_eq!(trace.steps(), 2);
+        assert_eq!(trace.choice(0, 1).guesses, [&[4, 5][..], &[]], "the last one counts");
+        assert!(trace.choice(1, 1).guesses.iter().all(|guess| guess.is_empty()));
     }
 
     #[test]

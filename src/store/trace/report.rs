@@ -1,6 +1,7 @@
 //! What is in traces: how uneven the choice of experts is, how soon it repeats, and how well it can be guessed.
 
 use super::Trace;
+use crate::limits::LOOKAHEAD_LAYERS_MAX;
 
 /// Reuse distances are told apart by powers of two up to this many.
 const DISTANCES: usize = 24;
@@ -18,12 +19,65 @@ pub struct LayerReport {
     pub entropy_bits: f64,
     /// Share of the hottest quarter of the experts.
     pub hottest_quarter: f64,
-    /// Of what a token chose, the share that the token before chose too; none where no token has one before it.
-    pub previous_recall: Option<f64>,
-    /// Of what a token chose, the share that was guessed; none where nothing was.
-    pub guess_recall: Option<f64>,
-    /// Of what was guessed, the share that was chosen.
-    pub guess_precision: Option<f64>,
+    /// How well its choices can be foretold.
+    pub foretold: Foretold,
+}
+
+/// How well choices can be foretold, token by token.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Foretold {
+    /// Of what tokens chose, what the token before had chosen.
+    pub previous: Share,
+    /// Of what tokens chose, what was guessed one layer before, two layers before, and so on.
+    pub recall: [Share; LOOKAHEAD_LAYERS_MAX],
+    /// Of what was guessed then, what was chosen.
+    pub precision: [Share; LOOKAHEAD_LAYERS_MAX],
+}
+
+impl Foretold {
+    /// Counts a token that chose `ids`, the token before it `before`, of which `guesses` were made.
+    fn add(&mut self, ids: &[u16], before: &[u16], guesses: [&[u16]; LOOKAHEAD_LAYERS_MAX]) {
+        if !before.is_empty() {
+            self.previous.add(ids, before);
+        }
+        for (ahead, guess) in guesses.iter().enumerate().filter(|(_, guess)| !guess.is_empty()) {
+            self.recall[ahead].add(ids, guess);
+            self.precision[ahead].add(guess, ids);
+        }
+    }
+
+    fn add_all(&mut self, other: &Foretold) {
+        self.previous.add_all(other.previous);
+        let ours = self.recall.iter_mut().chain(&mut self.precision);
+        ours.zip(other.recall.iter().chain(&other.precision)).for_each(|(our, other)| our.add_all(*other));
+    }
+}
+
+/// Some of some things.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    /// How many there were.
+    pub of: u64,
+    /// How many of them are meant.
+    pub count: u64,
+}
+
+impl Share {
+    /// As a fraction; none of nothing.
+    pub fn fraction(self) -> Option<f64> {
+        (self.of > 0).then(|| self.count as f64 / self.of as f64)
+    }
+
+    /// Counts `these`, and those of them that are in `those`.
+    pub fn add(&mut self, these: &[u16], those: &[u16]) {
+        self.of += these.len() as u64;
+        self.count += these.iter().filter(|id| those.contains(id)).count() as u64;
+    }
+
+    fn add_all(&mut self, other: Share) {
+        self.of += other.of;
+        self.count += other.count;
+    }
 }
 
 /// What is in traces of one model.
@@ -46,24 +100,12 @@ impl Report {
         let (reuse, first_uses) = reuse_distances(traces);
         Report { layers, reuse, first_uses }
     }
-}
 
-/// A share: how many of how many.
-#[derive(Clone, Copy, Default)]
-struct Share {
-    of: u64,
-    count: u64,
-}
-
-impl Share {
-    /// Counts the members of `these` that are in `those`.
-    fn add(&mut self, these: &[u16], those: &[u16]) {
-        self.of += these.len() as u64;
-        self.count += these.iter().filter(|id| those.contains(id)).count() as u64;
-    }
-
-    fn get(self) -> Option<f64> {
-        (self.of > 0).then(|| self.count as f64 / self.of as f64)
+    /// How well choices can be foretold, over all layers.
+    pub fn foretold(&self) -> Foretold {
+        let mut all = Foretold::default();
+        self.layers.iter().for_each(|layer| all.add_all(&layer.foretold));
+        all
     }
 }
 
@@ -71,7 +113,7 @@ fn layer_report(traces: &[&Trace], layer: usize) -> LayerReport {
     let header = traces[0].header();
     let top_k = usize::from(header.top_k);
     let mut selections = vec![0u64; header.experts.into()];
-    let (mut previous, mut recall, mut precision) = (Share::default(), Share::default(), Share::default());
+    let mut foretold = Foretold::default();
     for trace in traces {
         let mut before: &[u16] = &[];
         for step in 0..trace.steps() {
@@ -79,18 +121,12 @@ fn layer_report(traces: &[&Trace], layer: usize) -> LayerReport {
                 before = &[];
             }
             let choice = trace.choice(step, layer);
-            let per_row = choice.guess.len() / trace.rows(step);
+            let rows = trace.rows(step);
             for (row, ids) in choice.ids.chunks_exact(top_k).enumerate() {
                 ids.iter().for_each(|&id| selections[usize::from(id)] += 1);
-                if !before.is_empty() {
-                    previous.add(ids, before);
-                }
+                let of_row = |guess: &'_ [u16]| row * guess.len() / rows..(row + 1) * guess.len() / rows;
+                foretold.add(ids, before, choice.guesses.map(|guess| &guess[of_row(guess)]));
                 before = ids;
-                if per_row > 0 {
-                    let guess = &choice.guess[row * per_row..][..per_row];
-                    recall.add(ids, guess);
-                    precision.add(guess, ids);
-                }
             }
         }
     }
@@ -102,9 +138,7 @@ fn layer_report(traces: &[&Trace], layer: usize) -> LayerReport {
         entropy_bits: entropy_bits(&sorted),
         hottest_quarter: hottest_quarter(&sorted),
         selections,
-        previous_recall: previous.get(),
-        guess_recall: recall.get(),
-        guess_precision: precision.get(),
+        foretold,
     }
 }
 
@@ -207,7 +241,11 @@ mod tests {
         for (number, [first, second]) in steps.iter().enumerate() {
             let guess = guesses.get(number).copied().unwrap_or_default();
             let rows = first.len() / 2;
-            trace.push(rows, number == 0, [Choice { ids: first, guess: &[] }, Choice { ids: second, guess }]);
+            trace.push(
+                rows,
+                number == 0,
+                [Choice { ids: first, ..Choice::default() }, Choice { ids: second, guesses: [guess, first] }],
+            );
         }
         trace
     }
@@ -223,16 +261,22 @@ mod tests {
         assert!((first.entropy_bits - 1.459_147_917).abs() < 1e-6);
         assert_eq!(first.hottest_quarter, 0.5);
         // {0,2} after {0,1} and {0,1} after {0,2}: one of two each time.
-        assert_eq!((first.previous_recall, first.guess_recall), (Some(0.5), None));
+        assert_eq!(first.foretold.previous, Share { of: 4, count: 2 });
+        assert_eq!(first.foretold.recall.map(Share::fraction), [None, None]);
         // {0,1} guessed {0,3}: 1; {0,1} guessed {0,1}: 2; {0,1} guessed {2,3}: 0.
-        assert_eq!((second.guess_recall, second.guess_precision), (Some(0.5), Some(0.5)));
+        let Foretold { previous, recall, precision } = second.foretold;
+        assert_eq!((recall[0], precision[0]), (Share { of: 6, count: 3 }, Share { of: 6, count: 3 }));
+        // Two layers before, what the first layer chose: {0,1}, {0,2} and {0,1} for {0,1} each time.
+        assert_eq!((recall[1], precision[1]), (Share { of: 6, count: 5 }, Share { of: 6, count: 5 }));
+        assert_eq!(previous, Share { of: 4, count: 4 });
+        assert_eq!(report.foretold().previous, Share { of: 8, count: 6 });
         assert_eq!(second.entropy_bits, 1.0);
     }
 
     #[test]
     fn a_sequence_has_no_token_before_its_first() {
         let one = trace(&[[&[0, 1], &[0, 1]]], &[]);
-        assert_eq!(Report::of(&[&one, &one]).layers[0].previous_recall, None);
+        assert_eq!(Report::of(&[&one, &one]).foretold().previous.fraction(), None);
     }
 
     #[test]

@@ -87,13 +87,13 @@ impl Requests {
         all
     }
 
-    fn push(&mut self, layer: usize, rows: u32, Choice { ids, guess }: Choice, rows_of: &mut [u32]) {
+    fn push(&mut self, layer: usize, rows: u32, Choice { ids, guesses }: Choice, rows_of: &mut [u32]) {
         let first = self.layers.range(layer).start as Key;
         ids.iter().for_each(|&id| rows_of[usize::from(id)] += 1);
         for (id, rows) in rows_of.iter_mut().enumerate().filter(|(_, rows)| **rows > 0) {
             self.wanted.push(Wanted { key: first + id as Key, rows: std::mem::take(rows) });
         }
-        let mut guess: Vec<Key> = guess.iter().map(|&id| first + Key::from(id)).collect();
+        let mut guess: Vec<Key> = guesses[0].iter().map(|&id| first + Key::from(id)).collect();
         guess.sort_unstable();
         guess.dedup();
         self.guessed.extend(guess);

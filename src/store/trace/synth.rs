@@ -41,7 +41,7 @@ pub fn synthesize(shape: &Shape) -> Trace {
             .zip(&before)
             .map(|(ranked, before)| random.choose(ranked, &weights, before, repeat, top_k.into()))
             .collect();
-        trace.push(1, token == 0, chosen.iter().map(|ids| Choice { ids, guess: &[] }));
+        trace.push(1, token == 0, chosen.iter().map(|ids| Choice { ids, ..Choice::default() }));
         before = chosen;
     }
     trace
