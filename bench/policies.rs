@@ -115,7 +115,7 @@ fn record(windows: &[Vec<u32>]) -> [Trace; 2] {
     for (number, window) in windows.iter().enumerate() {
         let recorder = &mut recorders[number % 2];
         recorder.begin(true);
-        engine.route(window, &AtomicBool::new(false), &mut |layer, ids, _| recorder.saw(layer, ids)).unwrap();
+        engine.route(window, &AtomicBool::new(false), recorder).unwrap();
     }
     recorders.map(Recorder::finish)
 }

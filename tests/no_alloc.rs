@@ -12,8 +12,8 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use engines::{Arithmetic, Model, Reader, Setup, has_ring, open};
-use millstream::engine::Job;
 use millstream::engine::sampler::Sampling;
+use millstream::engine::{GuessFrom, GuessRule, Job};
 use millstream_io::IoMode;
 
 /// Counts every allocation of the process, whatever thread makes it.
@@ -119,8 +119,11 @@ fn a_token_after_the_first_allocates_nothing() {
             for arithmetic in
                 [Model::Tiny, Model::TinyInt4Groups, Model::TalesInt4].into_iter().flat_map(Arithmetic::all)
             {
-                for (threads, sampling) in [(1, Sampling::greedy()), (2, drawn)] {
-                    let setup = Setup { slabs: 3, reader, io, threads, ..Setup::default() };
+                let early = GuessRule { from: GuessFrom::Attention, layers: 2 };
+                for (threads, sampling, guess) in
+                    [(1, Sampling::greedy(), early), (2, drawn, GuessRule { from: GuessFrom::Shared, layers: 1 })]
+                {
+                    let setup = Setup { slabs: 9, reader, io, threads, guess, ..Setup::default() };
                     let (allocations, reads) = allocations(&arithmetic, &setup, sampling);
                     assert!(reads > TOKENS as u64, "the pool holds everything: {reads} reads");
                     assert_eq!(allocations, 0, "{arithmetic:?} {setup:?}, NO_ALLOC_BACKTRACE=1 shows where");

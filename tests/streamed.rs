@@ -6,7 +6,9 @@
 mod engines;
 
 use engines::{ALL_SLABS, Answer, Arithmetic, Model, Reader, Setup, answer, assert_same, has, has_ring, open};
-use millstream::engine::{Activations, AttentionForm, Depth, Engine, EngineError, PolicyKind, Switch};
+use millstream::engine::{
+    Activations, AttentionForm, Depth, Engine, EngineError, GuessFrom, GuessRule, PolicyKind, Switch,
+};
 use millstream::kernels::Kernels;
 use millstream::store::{ExpertKey, Tier};
 use millstream_io::{CHUNK_WHOLE, IoError, IoMode};
@@ -139,7 +141,10 @@ fn overlap_and_lookahead_are_neither() {
             (Switch::On, Switch::On),
             (Switch::Auto, Switch::Auto),
         ] {
+            let layers = 1 + slabs % 2;
+            let from = if rows == 1 { GuessFrom::Attention } else { GuessFrom::Shared };
             setups.push(Setup {
+                guess: GuessRule { from, layers },
                 slabs,
                 rows,
                 pipeline,
@@ -164,14 +169,18 @@ fn lookahead_reads_ahead_and_finds_some_of_what_comes() {
     // Guards the test above: a guess that is never made, or never right, would make it empty.
     let arithmetic = Arithmetic { model: Model::Tales, form: AttentionForm::Absorbed, activations: Activations::F32 };
     let prompt = Model::Tales.prompt(20);
-    for (prefetch, guesses) in [(Switch::On, true), (Switch::Off, false)] {
-        let mut engine = open(&arithmetic, &Setup { slabs: 24, prefetch, ..RESIDENT }).unwrap();
+    let rules = [GuessFrom::Attention, GuessFrom::Shared].map(|from| [1, 2].map(|layers| GuessRule { from, layers }));
+    let on = rules.into_iter().flatten().map(|guess| (Switch::On, guess, true));
+    for (prefetch, guess, guesses) in on.chain([(Switch::Off, GuessRule::default(), false)]) {
+        let mut engine = open(&arithmetic, &Setup { slabs: 24, prefetch, guess, ..RESIDENT }).unwrap();
         engines::greedy(&mut engine, &prompt, TOKENS).unwrap();
         let experts = engine.stats().experts;
         assert_eq!((experts.prefetch_issued > 0, experts.prefetch_used > 0), (guesses, guesses), "{experts:?}");
         assert_eq!(experts.hit_pinned, 0);
         assert_eq!(experts.requested, experts.hit_cached + experts.hit_prefetched + experts.missed);
         assert_eq!(experts.lookahead_recall.is_some(), guesses);
+        assert_eq!(experts.lookahead_recall_two_ahead.is_some(), guesses && guess.layers == 2);
+        assert!(experts.previous_token_recall.is_some(), "what a guess has to beat needs no guess");
         let free = engine.store().pool().free();
         assert_eq!(free + engine.store().resting(), engine.store().pool().slabs(), "nothing is in flight");
     }
@@ -292,6 +301,8 @@ proptest! {
         ],
         pipeline in prop::sample::select(vec![Switch::Auto, Switch::On, Switch::Off]),
         prefetch in prop::sample::select(vec![Switch::Auto, Switch::On, Switch::Off]),
+        from in prop::sample::select(vec![GuessFrom::Attention, GuessFrom::Shared]),
+        layers in 1..3usize,
         policy in prop::sample::select(PolicyKind::ALL.to_vec()),
         pins in prop::sample::select(vec![Switch::Auto, Switch::On, Switch::Off]),
         history in prop_oneof![Just(None), (0..1u64 << 32).prop_map(Some)],
@@ -318,6 +329,7 @@ proptest! {
             isa: Some(isa.get(&isas).isa),
             pipeline,
             prefetch,
+            guess: GuessRule { from, layers },
             policy,
             pins,
             history,

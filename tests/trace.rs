@@ -137,7 +137,7 @@ fn a_replay_hits_as_often_as_the_engine_did() {
             let mut recorder = Recorder::new(engine.traced().clone());
             recorder.begin(true);
             let cancel = std::sync::atomic::AtomicBool::new(false);
-            engine.route(&prompt, &cancel, &mut |layer, ids, _| recorder.saw(layer, ids)).unwrap();
+            engine.route(&prompt, &cancel, &mut recorder).unwrap();
             let replayed = Requests::of(&[&recorder.finish()]).replay(policy, slabs);
             let stats = engine.store().stats();
             assert_eq!((stats.requested, stats.hits), (replayed.requested, replayed.hits), "{policy}, {slabs} slabs");
@@ -222,4 +222,50 @@ fn what_cannot_be_asked_for_is_a_usage_error() {
         assert_eq!(output.status.code(), Some(2), "{bad:?}: {}", stderr(&output));
     }
     assert!(!Path::new(&file).exists());
+}
+
+/// What of `asked`, layer by layer and token by token of one sequence, is in `guesses`, counted as sets.
+fn share(asked: &[(usize, BTreeSet<u16>)], guesses: &[(usize, BTreeSet<u16>)]) -> f64 {
+    let common: usize =
+        asked.iter().zip(guesses).map(|((_, asked), (_, guess))| asked.intersection(guess).count()).sum();
+    common as f64 / asked.iter().map(|(_, asked)| asked.len()).sum::<usize>() as f64
+}
+
+#[test]
+fn guesses_are_recorded_and_judged_alike_by_the_engine_and_the_report() {
+    let dir = tempfile::tempdir().unwrap();
+    let (out, stats) = (path(&dir, "fox.trace"), path(&dir, "stats.json"));
+    let model = tales();
+    // Nothing is read ahead: the guesses are made for the recorder.
+    let flags =
+        ["-m", model.to_str().unwrap(), "--ids", "--ignore-eos", "--temp", "0", "-n", "30", "--prefetch", "off"];
+    let prompt = ["-p", "17", "--stats-json", &stats];
+    done(trace(&[&["record", &out][..], &flags, &prompt].concat()));
+    let trace_of = read(&out);
+    let set = |ids: &[u16]| ids.iter().copied().collect::<BTreeSet<u16>>();
+    let steps = trace_of.steps();
+    let all = |of: &dyn Fn(usize, usize) -> Vec<u16>, from: usize, first: usize| -> Vec<(usize, BTreeSet<u16>)> {
+        (from..steps)
+            .flat_map(|step| (first..5).map(move |layer| (step, layer)))
+            .map(|(s, l)| (s, set(&of(s, l))))
+            .collect()
+    };
+    let chosen = |step: usize, layer: usize| trace_of.choice(step, layer).ids.to_vec();
+    let made = &trace_of;
+    let guessed = |ahead: usize| move |step: usize, layer: usize| made.choice(step, layer).guesses[ahead].to_vec();
+    let one = share(&all(&chosen, 0, 0), &all(&guessed(0), 0, 0));
+    // The first routed layer is the model's second: nobody is two layers before it.
+    assert!((0..steps).all(|step| trace_of.choice(step, 0).guesses[1].is_empty()));
+    let two = share(&all(&chosen, 0, 1), &all(&guessed(1), 0, 1));
+    let before = share(&all(&chosen, 1, 0), &all(&|step, layer| chosen(step - 1, layer), 1, 0));
+    let report = json(&done(trace(&["report", &out, "--json"])));
+    let stats: serde_json::Value = serde_json::from_slice(&std::fs::read(stats).unwrap()).unwrap();
+    for (name, expected) in
+        [("lookahead_recall", one), ("lookahead_recall_two_ahead", two), ("previous_token_recall", before)]
+    {
+        assert!((report[name].as_f64().unwrap() - expected).abs() < 1e-6, "{name}: {report}");
+        assert!((stats["experts"][name].as_f64().unwrap() - expected).abs() < 1e-6, "{name}: {}", stats["experts"]);
+    }
+    assert!(one > 0.5 && one > before, "{one} {before}");
+    assert_eq!(stats["experts"]["prefetch_issued"], 0);
 }

@@ -190,11 +190,14 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
     if let Some(recall) = experts.lookahead_recall {
         let _ = writeln!(
             text,
-            "ahead   {} experts read ahead, {} of them used, {} taken back; {:.1} % of what was asked for was guessed",
+            "ahead   {} experts read ahead, {} of them used, {} taken back; {:.1} % of what was asked for was guessed{}",
             size::grouped(experts.prefetch_issued),
             size::grouped(experts.prefetch_used),
             size::grouped(experts.prefetch_cancelled),
             100.0 * recall,
+            experts.previous_token_recall.map_or_else(String::new, |share| {
+                format!(", {:.1} % was what the token before had asked for", 100.0 * share)
+            }),
         );
     }
     if let Some(o) = &stats.overlap {

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use crate::checkpoint::Checkpoint;
 use crate::engine::stats::Stats;
-use crate::engine::{Engine, EngineError, Finish, Job, Outcome};
+use crate::engine::{Engine, EngineError, Finish, Guess, Job, Observer, Outcome};
 use crate::store::trace::Recorder;
 
 use super::args::RunArgs;
@@ -128,10 +128,11 @@ fn generate<W: Write>(
     witness: Witness,
 ) -> Result<Outcome, EngineError> {
     let Witness { show, recorded, mut tokens } = witness;
-    let mut recorder = recorded.map(|recorded| recorded.insert(Recorder::new(engine.traced().clone())));
+    let recorder = recorded.map(|recorded| recorded.insert(Recorder::new(engine.traced().clone())));
     let (layers, top_k) = (engine.arch().layers.len(), engine.arch().moe.top_k);
     let waiting = RefCell::new(Some(render::Waiting::begin("reading the prompt", quiet)));
-    let mut prompt = PromptProgress::new(job.prompt.len(), layers);
+    let prompt = PromptProgress::new(job.prompt.len(), layers);
+    let mut looking_on = LookingOn { recorder, prompt, waiting: &waiting, top_k: top_k.max(1) };
     let mut chosen = 0;
     let mut on_token = |id| {
         chosen += 1;
@@ -146,17 +147,38 @@ fn generate<W: Write>(
         }
         printer.token(id)
     };
-    let mut observe = |layer, ids: &[u16], _: &[f32]| {
-        if let Some(recorder) = &mut recorder {
-            recorder.saw(layer, ids);
+    engine.generate_observed(job, interrupted, &mut on_token, &mut looking_on)
+}
+
+/// Records what routers choose, and says how far the prompt has been read.
+struct LookingOn<'a> {
+    recorder: Option<&'a mut Recorder>,
+    prompt: PromptProgress,
+    waiting: &'a RefCell<Option<render::Waiting>>,
+    top_k: usize,
+}
+
+impl Observer for LookingOn<'_> {
+    fn chose(&mut self, layer: usize, ids: &[u16], gates: &[f32]) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.chose(layer, ids, gates);
         }
-        if let Some(text) = prompt.saw(layer, ids.len() / top_k.max(1))
-            && let Some(waiting) = waiting.borrow().as_ref()
+        if let Some(text) = self.prompt.saw(layer, ids.len() / self.top_k)
+            && let Some(waiting) = self.waiting.borrow().as_ref()
         {
             waiting.say(text);
         }
-    };
-    engine.generate_observed(job, interrupted, &mut on_token, &mut observe)
+    }
+
+    fn hints(&self) -> usize {
+        self.recorder.as_ref().map_or(0, |recorder| recorder.hints())
+    }
+
+    fn guessed(&mut self, guess: &Guess<'_>) {
+        if let Some(recorder) = &mut self.recorder {
+            Observer::guessed(*recorder, guess);
+        }
+    }
 }
 
 /// How far the prompt has been read, from the layers that are seen at work.

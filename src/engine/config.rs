@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use millstream_io::{DEPTH_AUTO, DeviceKind, IoMode};
 
 use super::EngineError;
+use crate::forward::GuessRule;
 use crate::kernels::Isa;
-use crate::limits::{MAX_ROWS, MAX_THREADS, MIN_SLABS};
+use crate::limits::{LOOKAHEAD_LAYERS_MAX, MAX_ROWS, MAX_THREADS, MIN_SLABS};
 use crate::ops::Activations;
 use crate::store::Verify;
 use crate::store::policy::PolicyKind;
@@ -112,6 +113,8 @@ pub struct EngineConfig {
     pub pipeline: Switch,
     /// Whether experts that the next layer will probably ask for are read ahead.
     pub prefetch: Switch,
+    /// How it is guessed which those are.
+    pub guess: GuessRule,
     /// Whether to keep what was done when, for [`super::Engine::timeline`].
     pub timeline: bool,
     /// Which cached expert gives way to another.
@@ -155,11 +158,17 @@ impl EngineConfig {
             false => Err(EngineError::Size { name, value, least: *range.start(), most: *range.end() }),
         };
         within("compute threads", self.threads, 1..=MAX_THREADS)?;
+        within("layers to guess ahead", self.guess.layers, 1..=LOOKAHEAD_LAYERS_MAX)?;
         within("rows of a prefill chunk", self.prefill_rows, 1..=MAX_ROWS)?;
         match self.memory {
             Memory::Slabs(slabs) => within("slabs", slabs, MIN_SLABS..=u32::MAX as usize),
             Memory::Total(_) => Ok(()),
         }
+    }
+
+    /// How guesses are made, where any are read ahead.
+    pub fn guesses(&self) -> Option<GuessRule> {
+        (self.prefetch != Switch::Off).then_some(self.guess)
     }
 
     /// The defaults of `run`, with one compute thread and `available_bytes` of memory.
@@ -172,6 +181,7 @@ impl EngineConfig {
             chunk_bytes: None,
             pipeline: Switch::Auto,
             prefetch: Switch::Auto,
+            guess: GuessRule::default(),
             timeline: false,
             policy: PolicyKind::default(),
             history: Vec::new(),

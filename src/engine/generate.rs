@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::overlap::Readings;
 use super::sampler::Sampling;
 use super::{Engine, EngineError};
-use crate::forward::{self, ForwardError, KvCache, Logits, Observe, Observed, Step};
+use crate::forward::{self, ForwardError, KvCache, Logits, Observe, Observed, Observer, Step};
 use crate::meter::Stage;
 use crate::store::StoreError;
 
@@ -69,25 +69,26 @@ impl Engine {
         cancel: &AtomicBool,
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
     ) -> Result<Outcome, EngineError> {
-        self.generate_observed(job, cancel, on_token, &mut |_, _, _| ())
+        self.generate_observed(job, cancel, on_token, &mut ())
     }
 
-    /// As [`Engine::generate`], showing `observe` the router's choice in every routed layer of every step, in order.
+    /// As [`Engine::generate`], showing `observer` the router's choice in every routed layer of every step, in order, and
+    /// the guesses of it.
     pub fn generate_observed(
         &mut self,
         job: &Job,
         cancel: &AtomicBool,
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
-        observe: &mut Observe,
+        observer: &mut dyn Observer,
     ) -> Result<Outcome, EngineError> {
         self.check(job)?;
         self.begin(job.prompt.len());
         // The longest answer is known here, so that no token has to make room for the next.
         let mut ids = Vec::with_capacity(job.max_tokens.min(self.context()));
-        let result = self.prefill(&job.prompt, cancel, observe).and_then(|()| {
+        let result = self.prefill(&job.prompt, cancel, observer).and_then(|()| {
             self.times.prefill = Some(self.meter.wall());
             self.times.before_decode = self.readings();
-            self.decode(job, cancel, on_token, observe, &mut ids)
+            self.decode(job, cancel, on_token, observer, &mut ids)
         });
         let result = self.end_reads().and(result);
         self.meter.lap(Stage::Other);
@@ -107,26 +108,31 @@ impl Engine {
     }
 
     /// As [`Engine::score`], showing `observe` the router's choice in every routed layer of every chunk, in order.
-    pub fn score_observed(&mut self, tokens: &[u32], observe: &mut Observe) -> Result<Vec<f32>, EngineError> {
+    pub fn score_observed(&mut self, tokens: &[u32], mut observe: &mut Observe) -> Result<Vec<f32>, EngineError> {
         self.check_ids(tokens)?;
         self.begin(tokens.len());
         let (form, cancel) = (self.prompt_form, &AtomicBool::new(false));
         let mut scores = Vec::with_capacity(tokens.len() * self.model.arch.vocab);
         for chunk in tokens.chunks(self.prefill_rows) {
-            self.observed_step(&Step { tokens: chunk, form, logits: Logits::All, cancel }, observe)?;
+            self.observed_step(&Step { tokens: chunk, form, logits: Logits::All, cancel }, &mut observe)?;
             scores.extend_from_slice(self.state.logits());
         }
         self.end_reads()?;
         Ok(scores)
     }
 
-    /// Shows `observe` what the router chooses for `tokens`, from an empty context, as it would if each were decoded.
-    pub fn route(&mut self, tokens: &[u32], cancel: &AtomicBool, observe: &mut Observe) -> Result<Finish, EngineError> {
+    /// Shows `observer` what the router chooses for `tokens`, from an empty context, as it would if each were decoded.
+    pub fn route(
+        &mut self,
+        tokens: &[u32],
+        cancel: &AtomicBool,
+        observer: &mut dyn Observer,
+    ) -> Result<Finish, EngineError> {
         self.check_ids(tokens)?;
         self.begin(tokens.len());
         for chunk in tokens.chunks(self.prefill_rows) {
             let step = Step { tokens: chunk, form: self.decode_form, logits: Logits::None, cancel };
-            match self.observed_step(&step, observe) {
+            match self.observed_step(&step, observer) {
                 Err(EngineError::Forward(ForwardError::Cancelled)) => return Ok(Finish::Interrupted),
                 other => other?,
             }
@@ -170,11 +176,11 @@ impl Engine {
         Ok(self.experts.store.confirm().map_err(ForwardError::Store)?)
     }
 
-    fn prefill(&mut self, prompt: &[u32], cancel: &AtomicBool, observe: &mut Observe) -> Result<(), EngineError> {
+    fn prefill(&mut self, prompt: &[u32], cancel: &AtomicBool, observer: &mut dyn Observer) -> Result<(), EngineError> {
         let (form, chunks) = (self.prompt_form, prompt.len().div_ceil(self.prefill_rows));
         for (i, tokens) in prompt.chunks(self.prefill_rows).enumerate() {
             let logits = if i + 1 == chunks { Logits::Last } else { Logits::None };
-            self.observed_step(&Step { tokens, form, logits, cancel }, observe)?;
+            self.observed_step(&Step { tokens, form, logits, cancel }, observer)?;
         }
         Ok(())
     }
@@ -184,7 +190,7 @@ impl Engine {
         job: &Job,
         cancel: &AtomicBool,
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
-        observe: &mut Observe,
+        observer: &mut dyn Observer,
         ids: &mut Vec<u32>,
     ) -> Result<Finish, EngineError> {
         while ids.len() < job.max_tokens {
@@ -209,7 +215,7 @@ impl Engine {
             let began = self.meter.wall();
             self.turn_switches();
             let step = Step { tokens: &[id], form: self.decode_form, logits: Logits::Last, cancel };
-            self.observed_step(&step, observe)?;
+            self.observed_step(&step, observer)?;
             self.judge_switches((self.meter.wall() - began).as_secs_f64());
             self.times.decode_steps += 1;
         }
@@ -244,12 +250,12 @@ impl Engine {
     }
 
     fn step(&mut self, step: &Step) -> Result<(), EngineError> {
-        self.observed_step(step, &mut |_, _, _| ())
+        self.observed_step(step, &mut ())
     }
 
-    fn observed_step(&mut self, step: &Step, observe: &mut Observe) -> Result<(), EngineError> {
+    fn observed_step(&mut self, step: &Step, observer: &mut dyn Observer) -> Result<(), EngineError> {
         let Engine { model, experts, kv, state, meter, .. } = self;
-        let mut experts = Observed { inner: experts, observe: &mut |layer, ids, gates| observe(layer, ids, gates) };
+        let mut experts = Observed { inner: experts, observer };
         Ok(forward::step(model, &mut experts, kv, state, meter, step)?)
     }
 

@@ -19,9 +19,9 @@ use millstream_io::{Access, Device, DeviceConfig, FileId, FileSet, SlabPool, ope
 
 use crate::checkpoint::arch::{Arch, MlpKind};
 use crate::checkpoint::{Checkpoint, mirror};
-pub use crate::forward::Observe;
 pub use crate::forward::stages::StageGraph;
 use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, latent_shape, rope_of};
+pub use crate::forward::{Guess, GuessFrom, GuessRule, Observe, Observer};
 use crate::kernels::{Kernels, Team};
 use crate::limits::TIMELINE_EVENTS_MAX;
 use crate::meter::{Lap, Meter};
@@ -128,17 +128,19 @@ impl Engine {
         // slabs want.
         let resident = p.plan.load()?;
         if config.prefetch != Switch::Off {
-            // As many as one row asks for and again as many that turned out wrong; one row always finds its slots.
+            // As many as one row asks for in each layer ahead, and again as many that turned out wrong; one row always
+            // finds its slots.
             let top_k = checkpoint.arch.moe.top_k;
-            experts.store.allow_guesses(2 * top_k, top_k);
+            experts.store.allow_guesses((1 + config.guess.layers) * top_k, top_k);
             experts.prefetch = true;
+            experts.ahead = config.guess.layers;
         }
         for streamed in [&mut experts].into_iter().chain(&mut drafting) {
             streamed.pipeline = config.pipeline != Switch::Off;
         }
 
         // What names the stages is made from the model, so that a graph that cannot run is our fault.
-        let graph = StageGraph::new(&checkpoint.arch, config.prefetch != Switch::Off);
+        let graph = StageGraph::new(&checkpoint.arch, config.guesses());
         if let Err(fault) = graph.check() {
             panic!("the stages of a step: {fault}");
         }
@@ -169,7 +171,7 @@ impl Engine {
             times: Times::default(),
             pipeline: (config.pipeline == Switch::Auto).then(|| Chooser::new(true)),
             prefetch: (config.prefetch == Switch::Auto).then(|| Chooser::new(true)),
-            model: Model { rope: p.rope, compute, arch, resident, sparse: p.sparse },
+            model: Model { rope: p.rope, compute, arch, resident, sparse: p.sparse, guess_from: config.guess.from },
         })
     }
 

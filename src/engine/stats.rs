@@ -252,10 +252,17 @@ pub struct ExpertStats {
     pub prefetch_wasted: u64,
     /// Bytes that took.
     pub prefetch_wasted_bytes: u64,
-    /// Share of the experts asked for that had been guessed, whatever was in the cache; none when nothing was guessed.
+    /// Share of the experts that tokens chose that had been guessed one layer before, whatever was in the cache; none when
+    /// nothing was guessed.
     pub lookahead_recall: Option<f64>,
-    /// Share of the experts guessed that were asked for.
+    /// Share of the different experts guessed for a step's layer that it asked for: what reading them is worth.
     pub lookahead_precision: Option<f64>,
+    /// Of the guesses made two layers before: share of the experts chosen that were among them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lookahead_recall_two_ahead: Option<f64>,
+    /// Share of the experts that tokens chose that the same layer had chosen for the token before: what a guess has to
+    /// beat. None where no token had one before it.
+    pub previous_token_recall: Option<f64>,
     /// Experts compared with their checksum.
     pub verified: u64,
     /// Of those, wrong ones that were put right from another copy as they were read.
@@ -331,8 +338,10 @@ impl Engine {
                 prefetch_cancelled: store.cancelled,
                 prefetch_wasted: store.wasted,
                 prefetch_wasted_bytes: store.wasted_bytes,
-                lookahead_recall: (guesses.asked > 0).then(|| guesses.right as f64 / guesses.asked as f64),
-                lookahead_precision: (guesses.guessed > 0).then(|| guesses.right as f64 / guesses.guessed as f64),
+                lookahead_recall: guesses.recall[0].fraction(),
+                lookahead_precision: guesses.precision.fraction(),
+                lookahead_recall_two_ahead: guesses.recall[1].fraction(),
+                previous_token_recall: guesses.previous.fraction(),
                 verified: store.checked,
                 healed: store.healed,
                 discarded: store.discarded,
@@ -436,9 +445,11 @@ impl Stats {
         let times = times.into_iter().chain(&mut self.ttft_s);
         let times = times.chain([&mut io.queued_s, &mut io.service_s, &mut io.wait_s, &mut io.busy_s]);
         let times = times.chain(&mut io.cpu_s);
-        let rates = [&mut self.prefill_tok_s, &mut self.decode_tok_s, &mut io.gb_s, &mut self.experts.hit_rate];
-        let rates =
-            rates.into_iter().chain([&mut self.experts.lookahead_recall, &mut self.experts.lookahead_precision]);
+        let rates = [&mut self.prefill_tok_s, &mut self.decode_tok_s, &mut io.gb_s];
+        let experts = &mut self.experts;
+        let rates = rates.into_iter().chain([&mut experts.hit_rate, &mut experts.lookahead_recall]);
+        let rates = rates.chain([&mut experts.lookahead_precision, &mut experts.lookahead_recall_two_ahead]);
+        let rates = rates.chain([&mut experts.previous_token_recall]);
         let rates = rates.chain([&mut io.depth_mean, &mut io.slab_p50_ms, &mut io.slab_p99_ms]);
         let rates = rates.chain(io.drives.iter_mut().map(|drive| &mut drive.gb_s));
         rates.flatten().for_each(|rate| *rate = rounded(*rate, 1e6));

@@ -1,7 +1,7 @@
 //! Where the routed experts of a layer are computed: a trait, and the streamed implementation behind it.
 
-use super::ForwardError;
 use super::state::{MlpScratch, quantized};
+use super::{ForwardError, Guess};
 use crate::checkpoint::arch::Arch;
 use crate::kernels::{Input, Quantized};
 use crate::meter::{Meter, Stage};
@@ -33,48 +33,18 @@ pub trait ExpertExecutor {
     /// [`ExpertExecutor::serve`].
     fn request(&mut self, call: &ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError>;
 
-    /// Whether a guess of the next layer's experts is of use.
-    fn wants_hints(&self) -> bool {
-        false
+    /// Layers ahead, from the next one on, of whose experts a guess is of use; 0 for none.
+    fn hints(&self) -> usize {
+        0
     }
 
-    /// Told between the two that `layer` will probably ask for `experts`, the likeliest first. Changes no result.
-    fn hint(&mut self, layer: usize, experts: &[u16]) {
-        let _ = (layer, experts);
+    /// Told between the two what a later layer will probably ask for. Changes no result.
+    fn hint(&mut self, guess: &Guess<'_>) {
+        let _ = guess;
     }
 
     /// Computes the call that was requested last.
     fn serve(&mut self, call: ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError>;
-}
-
-/// Sees the model layer, the expert ids (`[rows, top_k]`, each row ascending) and the gates (`[rows, top_k]`) of a call.
-pub type Observe<'a> = dyn FnMut(usize, &[u16], &[f32]) + 'a;
-
-/// Another executor, with a witness: `observe` sees every call before it is served.
-pub struct Observed<'a> {
-    /// Serves the calls.
-    pub inner: &'a mut dyn ExpertExecutor,
-    /// The witness.
-    pub observe: &'a mut Observe<'a>,
-}
-
-impl ExpertExecutor for Observed<'_> {
-    fn request(&mut self, call: &ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError> {
-        (self.observe)(call.layer, call.ids, call.gates);
-        self.inner.request(call, meter)
-    }
-
-    fn wants_hints(&self) -> bool {
-        self.inner.wants_hints()
-    }
-
-    fn hint(&mut self, layer: usize, experts: &[u16]) {
-        self.inner.hint(layer, experts);
-    }
-
-    fn serve(&mut self, call: ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError> {
-        self.inner.serve(call, meter)
-    }
 }
 
 /// Experts streamed from disk through an [`ExpertStore`].
@@ -85,6 +55,8 @@ pub struct Streamed {
     pub pipeline: bool,
     /// Whether guesses are read ahead.
     pub prefetch: bool,
+    /// Layers ahead that they are read for.
+    pub ahead: usize,
     scratch: ExpertScratch,
 }
 
@@ -176,7 +148,7 @@ impl ExpertScratch {
 impl Streamed {
     /// Joins a store with its buffers.
     pub fn new(store: ExpertStore, scratch: ExpertScratch) -> Streamed {
-        Streamed { store, pipeline: true, prefetch: false, scratch }
+        Streamed { store, pipeline: true, prefetch: false, ahead: 1, scratch }
     }
 }
 
@@ -190,12 +162,12 @@ impl ExpertExecutor for Streamed {
         self.wait_unless_overlapped(meter)
     }
 
-    fn wants_hints(&self) -> bool {
-        self.prefetch
+    fn hints(&self) -> usize {
+        if self.prefetch { self.ahead } else { 0 }
     }
 
-    fn hint(&mut self, layer: usize, experts: &[u16]) {
-        self.store.hint(layer, experts);
+    fn hint(&mut self, guess: &Guess<'_>) {
+        self.store.hint(guess.layer, guess.experts);
     }
 
     fn serve(&mut self, mut call: ExpertCall<'_>, meter: &mut Meter) -> Result<(), ForwardError> {

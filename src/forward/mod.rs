@@ -10,6 +10,7 @@ mod executor;
 mod lookahead;
 mod moe;
 mod mtp;
+mod observe;
 pub mod stages;
 mod state;
 
@@ -27,9 +28,10 @@ use crate::ops::rope::{Pairs, Rope};
 use crate::ops::{Compute, norm};
 use crate::store::StoreError;
 pub use attention::latent_shape;
-pub use executor::{ExpertCall, ExpertExecutor, ExpertScratch, Observe, Observed, Streamed};
-pub use lookahead::{Lookahead, Tally};
+pub use executor::{ExpertCall, ExpertExecutor, ExpertScratch, Streamed};
+pub use lookahead::{Guess, GuessFrom, GuessRule, Lookahead, Tally};
 pub use mtp::mtp_step;
+pub use observe::{Observe, Observed, Observer};
 pub use state::{KvCache, State};
 
 /// Why a step has no result.
@@ -83,6 +85,8 @@ pub struct Model {
     pub compute: Compute,
     /// Whether any context this model is opened for is long enough for sparse attention, and it is on.
     pub sparse: bool,
+    /// Which state of a layer later ones' routers are applied to, to guess what they will choose.
+    pub guess_from: GuessFrom,
 }
 
 /// Rotary tables for `positions` positions, counted in `room`.
@@ -163,14 +167,17 @@ fn decoder_layer(
     norm::rms_rows(&state.x[..used], &layer.post_norm, model.arch.norm_eps, &mut state.normed[..used]);
     match &layer.mlp {
         MlpWeights::Dense(mlp) => {
-            if experts.wants_hints() {
-                state.lookahead.guess(model, layer.index, &state.x[..used], experts);
+            let early = model.guess_from == GuessFrom::Attention;
+            if early && state.lookahead.guess(model, layer.index, &state.x[..used], None, experts) {
                 meter.lap(Stage::Hint);
             }
             let input = model.compute.input(&state.normed[..used], rows.count, model.arch.hidden, &mut state.quantized);
             moe::gated_mlp(model, mlp, &input, &mut state.mlp, &mut state.branch[..used]);
             add(&mut state.x[..used], &state.branch[..used]);
             meter.lap(Stage::Dense);
+            if !early && state.lookahead.guess(model, layer.index, &state.x[..used], None, experts) {
+                meter.lap(Stage::Hint);
+            }
         }
         MlpWeights::Sparse { router, bias, shared } => {
             moe::route(model, layer.index, router, bias, state, rows)?;

@@ -1,7 +1,7 @@
 //! Feed-forward: the gated MLP, the router's choice, and the routed experts beside the shared one.
 
 use super::state::{MlpScratch, State};
-use super::{ExpertCall, ExpertExecutor, ForwardError, Model, Rows, add};
+use super::{ExpertCall, ExpertExecutor, ForwardError, GuessFrom, Model, Rows, add};
 use crate::checkpoint::arch::Scoring;
 use crate::kernels::Input;
 use crate::meter::{Meter, Stage};
@@ -84,13 +84,17 @@ pub(super) fn experts(
     };
     let shared_out = &mut shared_out[..n * hidden];
     executor.request(&call, meter)?;
-    if executor.wants_hints() {
-        lookahead.guess(model, layer, &x[..n * hidden], executor);
+    let x = &x[..n * hidden];
+    let early = model.guess_from == GuessFrom::Attention || shared.is_none();
+    if early && lookahead.guess(model, layer, x, None, executor) {
         meter.lap(Stage::Hint);
     }
     if let Some(w) = shared {
         gated_mlp(model, w, &input, mlp, shared_out);
         meter.lap(Stage::Shared);
+    }
+    if !early && lookahead.guess(model, layer, x, Some(shared_out), executor) {
+        meter.lap(Stage::Hint);
     }
     executor.serve(call, meter)?;
     if shared.is_some() {

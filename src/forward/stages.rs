@@ -7,6 +7,7 @@ use std::fmt::Write;
 
 use thiserror::Error;
 
+use super::{GuessFrom, GuessRule};
 use crate::checkpoint::arch::{Arch, MlpKind};
 use crate::meter::Stage;
 
@@ -65,32 +66,41 @@ fn named((stage, layer): (Stage, Option<usize>)) -> String {
 }
 
 impl StageGraph {
-    /// The graph of a step of `arch`; with `prefetch`, the next routed layer is guessed at.
-    pub fn new(arch: &Arch, prefetch: bool) -> StageGraph {
+    /// The graph of a step of `arch`; with a rule of `guesses`, later routed layers are guessed at.
+    pub fn new(arch: &Arch, guesses: Option<GuessRule>) -> StageGraph {
         let mut graph = StageGraph { nodes: vec![] };
         let mut x = graph.add(Stage::Embed, None, &[], Reads::None);
         for (index, layer) in arch.layers.iter().enumerate() {
             let at = Some(index);
-            let next_is_routed = arch.layers.get(index + 1).is_some_and(|next| next.mlp == MlpKind::Sparse);
+            let guesses = guesses.filter(|rule| {
+                let mut later = arch.layers[index + 1..].iter().take(rule.layers);
+                later.any(|later| later.mlp == MlpKind::Sparse)
+            });
             let attended = graph.add(Stage::Attention, at, &[x], Reads::None);
-            let hint = |graph: &mut StageGraph, after: usize| {
-                if prefetch && next_is_routed {
-                    graph.add(Stage::Hint, at, &[attended, after], Reads::Begins);
+            let hint = |graph: &mut StageGraph, from: GuessFrom, needs: &[usize]| {
+                if guesses.is_some_and(|rule| rule.from == from) {
+                    graph.add(Stage::Hint, at, needs, Reads::Begins);
                 }
             };
             x = match layer.mlp {
                 MlpKind::Dense { .. } => {
-                    hint(&mut graph, attended);
-                    graph.add(Stage::Dense, at, &[attended], Reads::None)
+                    hint(&mut graph, GuessFrom::Attention, &[attended]);
+                    let dense = graph.add(Stage::Dense, at, &[attended], Reads::None);
+                    hint(&mut graph, GuessFrom::Shared, &[dense]);
+                    dense
                 }
                 MlpKind::Sparse => {
                     let routed = graph.add(Stage::Route, at, &[attended], Reads::None);
                     let requested = graph.add(Stage::Request, at, &[routed], Reads::Begins);
                     // Demand is in the queue before a guess is.
-                    hint(&mut graph, requested);
+                    hint(&mut graph, GuessFrom::Attention, &[attended, requested]);
                     let mut summed = vec![attended];
                     if arch.moe.shared_width > 0 {
-                        summed.push(graph.add(Stage::Shared, at, &[attended], Reads::None));
+                        let shared = graph.add(Stage::Shared, at, &[attended], Reads::None);
+                        hint(&mut graph, GuessFrom::Shared, &[attended, requested, shared]);
+                        summed.push(shared);
+                    } else {
+                        hint(&mut graph, GuessFrom::Shared, &[attended, requested]);
                     }
                     let waited = graph.add(Stage::Wait, at, &[requested], Reads::Needs);
                     summed.push(graph.add(Stage::Experts, at, &[requested, waited], Reads::Needs));
@@ -264,8 +274,8 @@ mod tests {
 
     #[test]
     fn the_stages_of_a_step_are_those_of_the_loop() {
-        let names = |prefetch| {
-            let graph = StageGraph::new(&arch(), prefetch);
+        let names = |guesses| {
+            let graph = StageGraph::new(&arch(), guesses);
             graph.check().unwrap();
             graph.nodes.iter().map(|node| (node.stage, node.layer)).collect::<Vec<_>>()
         };
@@ -274,31 +284,47 @@ mod tests {
         let mut expected = vec![(Embed, None), (Attention, Some(0)), (Dense, Some(0))];
         expected.extend(routed(1).into_iter().chain(routed(2)));
         expected.extend([(Head, None), (Sample, None)]);
-        assert_eq!(names(false), expected);
+        assert_eq!(names(None), expected);
+        let with = |places: [(usize, usize); 2]| {
+            let mut expected = expected.clone();
+            places.iter().for_each(|&(at, layer)| expected.insert(at, (Hint, Some(layer))));
+            expected
+        };
         // A guess before each routed layer, after the demand of the layer it is made in.
-        expected.insert(2, (Hint, Some(0)));
-        expected.insert(7, (Hint, Some(1)));
-        assert_eq!(names(true), expected);
+        let rule = |from, layers| Some(GuessRule { from, layers });
+        let early = with([(2, 0), (7, 1)]);
+        assert_eq!(names(rule(GuessFrom::Attention, 1)), early);
+        // Or after everything in it that needs no routed expert.
+        assert_eq!(names(rule(GuessFrom::Shared, 1)), with([(3, 0), (8, 1)]));
+        // Two layers ahead are guessed from the same places.
+        assert_eq!(names(rule(GuessFrom::Attention, 2)), early);
+        let routed_last = |layers| {
+            let mut arch = arch();
+            arch.layers[1].mlp = MlpKind::Dense { width: 8 };
+            let graph = StageGraph::new(&arch, rule(GuessFrom::Attention, layers));
+            graph.nodes.iter().filter(|node| node.stage == Hint).map(|node| node.layer).collect::<Vec<_>>()
+        };
+        assert_eq!((routed_last(1), routed_last(2)), (vec![Some(1)], vec![Some(0), Some(1)]));
     }
 
     #[test]
     fn arithmetic_that_needs_no_expert_may_go_on_while_they_are_read() {
-        let graph = StageGraph::new(&arch(), true);
+        let graph = StageGraph::new(&arch(), Some(GuessRule::default()));
         let overlapped: Vec<_> = graph.overlapped().map(|node| (node.stage, node.layer)).collect();
         use Stage::*;
         assert_eq!(
             overlapped,
-            [(Hint, Some(1)), (Shared, Some(1)), (Experts, Some(1)), (Shared, Some(2)), (Experts, Some(2))]
+            [(Shared, Some(1)), (Hint, Some(1)), (Experts, Some(1)), (Shared, Some(2)), (Experts, Some(2))]
         );
     }
 
     #[test]
     fn a_graph_that_cannot_run_is_refused() {
-        let mut graph = StageGraph::new(&arch(), false);
+        let mut graph = StageGraph::new(&arch(), None);
         let experts = graph.nodes.iter().position(|node| node.stage == Stage::Experts).unwrap();
         graph.nodes[experts].needs = vec![0];
         assert_eq!(graph.check(), Err(GraphFault::NotRequested { layer: 1 }));
-        let mut graph = StageGraph::new(&arch(), false);
+        let mut graph = StageGraph::new(&arch(), None);
         graph.nodes[1].needs = vec![3];
         let fault = graph.check().unwrap_err();
         assert_eq!(fault.to_string(), "attention of layer 0 needs attention of layer 1, which runs after it");
@@ -310,7 +336,7 @@ mod tests {
 
     #[test]
     fn layers_that_look_the_same_are_shown_once() {
-        let text = StageGraph::new(&arch(), false).text();
+        let text = StageGraph::new(&arch(), None).text();
         assert_eq!(
             text,
             "\
@@ -336,7 +362,7 @@ once a step
 
     #[test]
     fn the_drawing_has_every_stage_and_every_need() {
-        let graph = StageGraph::new(&arch(), true);
+        let graph = StageGraph::new(&arch(), Some(GuessRule::default()));
         let dot = graph.dot();
         assert_eq!(dot.matches("label=").count(), graph.nodes.len());
         assert_eq!(dot.matches("->").count(), graph.nodes.iter().map(|node| node.needs.len()).sum::<usize>());

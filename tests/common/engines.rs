@@ -12,7 +12,8 @@ use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::{
-    Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, Job, Memory, PolicyKind, Switch, Verify,
+    Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, GuessFrom, GuessRule, Job, Memory,
+    PolicyKind, Switch, Verify,
 };
 use millstream::kernels::Isa;
 use millstream_io::{
@@ -170,6 +171,7 @@ pub struct Setup {
     pub chunk_bytes: Option<u32>,
     pub pipeline: Switch,
     pub prefetch: Switch,
+    pub guess: GuessRule,
     pub policy: PolicyKind,
     pub pins: Switch,
     /// A history of selections, drawn by this seed.
@@ -189,6 +191,7 @@ impl Setup {
         chunk_bytes: None,
         pipeline: Switch::Auto,
         prefetch: Switch::Auto,
+        guess: GuessRule { from: GuessFrom::Shared, layers: 1 },
         policy: PolicyKind::Lookahead,
         pins: Switch::Auto,
         history: None,
@@ -202,8 +205,8 @@ impl Default for Setup {
 }
 
 pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
-    let Setup { slabs, reader, io, threads, rows, isa, depth, chunk_bytes, pipeline, prefetch, policy, pins, history } =
-        *setup;
+    let Setup { slabs, reader, io, threads, rows, isa, depth, chunk_bytes, pipeline, prefetch, .. } = *setup;
+    let Setup { guess, policy, pins, history, .. } = *setup;
     EngineConfig {
         io,
         device: match reader {
@@ -216,6 +219,7 @@ pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
         chunk_bytes,
         pipeline,
         prefetch,
+        guess,
         policy,
         pins,
         // Enough selections to be trusted, of some experts more than of others.

@@ -196,13 +196,14 @@ pub fn ahead(experts: &ExpertStats) -> String {
     let share =
         |share: Option<f64>| share.map_or_else(|| UNKNOWN.to_owned(), |share| format!("{:.1} %", 100.0 * share));
     format!(
-        "{} read ahead, {} of them used, {} wasted ({}); {} of what was asked for was guessed, and {} of the guesses \
-         were right",
+        "{} read ahead, {} of them used, {} wasted ({}); {} of what was asked for was guessed ({} was what the token \
+         before had asked for), and {} of the guesses were right",
         size::grouped(experts.prefetch_issued),
         size::grouped(experts.prefetch_used),
         size::grouped(experts.prefetch_wasted),
         size::show(experts.prefetch_wasted_bytes),
         share(experts.lookahead_recall),
+        share(experts.previous_token_recall),
         share(experts.lookahead_precision)
     )
 }

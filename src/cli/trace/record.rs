@@ -77,7 +77,7 @@ fn record_text(args: &RecordArgs, machine: &Machine, recorded: &mut Option<Recor
     for (done, window) in ids.chunks(context).enumerate() {
         progress.show(|| format!("recording: {} of {} tokens", done * context, ids.len()));
         recorder.begin(true);
-        let routed = engine.route(window, &interrupted, &mut |layer, ids, _| recorder.saw(layer, ids));
+        let routed = engine.route(window, &interrupted, recorder);
         if routed.map_err(job::engine_failure)? == Finish::Interrupted {
             break;
         }
