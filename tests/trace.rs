@@ -269,3 +269,38 @@ fn guesses_are_recorded_and_judged_alike_by_the_engine_and_the_report() {
     assert!(one > 0.5 && one > before, "{one} {before}");
     assert_eq!(stats["experts"]["prefetch_issued"], 0);
 }
+
+#[test]
+fn guesses_can_be_replayed_and_only_where_there_are_some() {
+    let dir = tempfile::tempdir().unwrap();
+    let (out, blind) = (path(&dir, "fox.trace"), path(&dir, "blind.trace"));
+    let model = tales();
+    let flags =
+        ["-m", model.to_str().unwrap(), "--ids", "--text", "-p", "17 4 256 99 1023 5 77 300 12 8 9 1111 2048 6"];
+    done(trace(&[&["record", &out][..], &flags].concat()));
+    let simulate = |more: &[&str]| {
+        let arguments = ["simulate", &out, "--budgets", "25%,100%", "--policies", "lru,lookahead", "--json"];
+        json(&done(trace(&[&arguments[..], more].concat())))
+    };
+    let (off, on) = (simulate(&[]), simulate(&["--prefetch", "on"]));
+    assert!(off.get("prefetch").is_none());
+    let number = |json: &serde_json::Value, name: &str| json[name]["lru"][1].as_f64().unwrap();
+    let of = |json: &serde_json::Value, name: &str| json["prefetch"][name]["lru"][1].as_u64().unwrap();
+    assert!(number(&on, "policies") > number(&off, "policies"));
+    // Without a drive's speed every guess is read in time.
+    assert_eq!((of(&on, "late"), of(&on, "cancelled")), (0, 0));
+    assert_eq!(of(&on, "issued"), of(&on, "used") + of(&on, "wasted"));
+    let two = simulate(&["--prefetch", "on", "--lookahead", "2"]);
+    assert!(of(&two, "issued") > of(&on, "issued"));
+    let paced = simulate(&["--prefetch", "on", "--disk", "1", "--matmul", "5", "--rest", "3"]);
+    assert!(paced["tok_s_layered"]["lru"][0].as_f64().unwrap() > 0.0);
+    let shown = done(trace(&["simulate", &out, "--prefetch", "on", "--disk", "1"]));
+    let text = stdout(&shown);
+    assert!(text.contains("of that, wrong guesses") && text.contains("tok/s, layer by layer"), "{text}");
+
+    done(trace(&["synth", &blind, "--layers", "2", "--tokens", "10"]));
+    refused(&trace(&["simulate", &blind, "--prefetch", "on"]), 2, &["hold no guess", "hint", "record them again"]);
+    for bad in [["--lookahead", "3"], ["--prefetch", "auto"], ["--rest", "-1"]] {
+        assert_eq!(trace(&[&["simulate", &out][..], &bad].concat()).status.code(), Some(2), "{bad:?}");
+    }
+}

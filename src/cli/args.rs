@@ -405,6 +405,9 @@ pub const DSA: Choices<Dsa> = Choices(&[("auto", Dsa::Auto), ("on", Dsa::On), ("
 /// `--pipeline` and `--prefetch`.
 pub const SWITCH: Choices<Switch> = Choices(&[("auto", Switch::Auto), ("on", Switch::On), ("off", Switch::Off)]);
 
+/// A switch of which nothing is decided by measuring.
+pub const ON_OFF: Choices<bool> = Choices(&[("on", true), ("off", false)]);
+
 /// `--tuning`.
 pub const TUNING: Choices<bool> = Choices(&[("auto", true), ("off", false)]);
 

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 
 use serde_json::{Map, Value as Json, json};
 
+use crate::limits::LOOKAHEAD_LAYERS_MAX;
 use crate::store::policy::PolicyKind;
 use crate::store::trace::Trace;
-use crate::store::trace::simulate::{Outcome, Requests};
+use crate::store::trace::simulate::{Conditions, Outcome, Pace, Requests};
 
 use super::{read_all, shape};
 use crate::cli::{Done, Failure, args, output, size};
@@ -21,9 +22,11 @@ const BOUND: &str = "belady";
 Examples:
   millstream trace simulate fox.trace dog.trace --budgets 10%,50%,16G
   millstream trace simulate glm.trace --policies lru,lfru --disk 3 --matmul 20 --json
+  millstream trace simulate glm.trace --prefetch on --disk 3 --matmul 20 --rest 40
 
 Traces are replayed one after another, from an empty cache. belady is the best that could be done if the future were \
-known. Predicted speeds count experts only: what attention and the rest take comes on top.")]
+known and nothing were read ahead. Of the predicted speeds, all overlapped and nothing overlapped are bounds that count \
+experts only. Layer by layer, a layer asks once the one before is done, and the drive meanwhile reads what was guessed.")]
 pub struct SimulateArgs {
     /// Traces of one model
     #[arg(value_name = "FILE", required = true)]
@@ -41,9 +44,24 @@ pub struct SimulateArgs {
     /// GB/s of experts' weights that the processor multiplies, for the same [default: more than any drive]
     #[arg(long, value_name = "GB/S", value_parser = args::parse_rate, requires = "disk")]
     matmul: Option<f64>,
+    /// Milliseconds of a token besides its experts, for the same [default: 0]
+    #[arg(long, value_name = "MS", value_parser = parse_milliseconds, requires = "disk")]
+    rest: Option<f64>,
+    /// Read ahead what was guessed when the traces were recorded: on or off [default: off]
+    #[arg(long, value_name = "WHEN", value_parser = |text: &str| args::ON_OFF.parse(text))]
+    prefetch: Option<bool>,
+    /// Layers ahead of which guesses are read, 1 or 2 [default: 1]
+    #[arg(long, value_name = "N", value_parser = parse_lookahead)]
+    lookahead: Option<usize>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+}
+
+impl SimulateArgs {
+    fn reads_ahead(&self) -> bool {
+        self.prefetch == Some(true)
+    }
 }
 
 /// A size of the cache.
@@ -80,6 +98,20 @@ fn parse_budget(text: &str) -> Result<Size, String> {
     }
 }
 
+fn parse_milliseconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(ms) if ms.is_finite() && ms >= 0.0 => Ok(ms),
+        _ => Err("it must be a number of milliseconds, such as 40".to_owned()),
+    }
+}
+
+fn parse_lookahead(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(layers) if (1..=LOOKAHEAD_LAYERS_MAX).contains(&layers) => Ok(layers),
+        _ => Err(format!("it must be a whole number from 1 to {LOOKAHEAD_LAYERS_MAX}")),
+    }
+}
+
 /// One policy at every size.
 struct Column {
     name: &'static str,
@@ -92,17 +124,37 @@ pub fn simulate(args: &SimulateArgs) -> Result<Done, Failure> {
     let requests = Requests::of(&traces.iter().collect::<Vec<_>>());
     let sizes: Vec<usize> = args.budgets.iter().map(|budget| budget.experts(&requests)).collect();
     let policies = if args.policies.is_empty() { &PolicyKind::ALL[..] } else { &args.policies };
+    let conditions = Conditions {
+        ahead: if args.reads_ahead() { args.lookahead.unwrap_or(1) } else { 0 },
+        pace: pace(args, &requests),
+    };
+    if conditions.ahead > 0 && !requests.has_guesses() {
+        return Err(Failure::usage("--prefetch on, and the traces hold no guess")
+            .hint("record them again: `trace record` keeps what is guessed of every layer that has one before it"));
+    }
     let replayed = policies.iter().map(|&kind| Column {
         name: kind.name(),
-        outcomes: sizes.iter().map(|&size| requests.replay(kind, size)).collect(),
+        outcomes: sizes.iter().map(|&size| requests.replay_under(kind, size, &conditions)).collect(),
     });
-    let bound = Column { name: BOUND, outcomes: sizes.iter().map(|&size| requests.optimum(size)).collect() };
+    let best = |&size: &usize| requests.optimum_at(size, conditions.pace);
+    let bound = Column { name: BOUND, outcomes: sizes.iter().map(best).collect() };
     let columns: Vec<Column> = replayed.chain([bound]).collect();
     let text = match args.json {
         true => json_text(args, &requests, &sizes, &columns),
         false => text(args, &traces, &requests, &sizes, &columns),
     };
     Ok(output::print(&text)?.unwrap_or(Done::Whole))
+}
+
+/// How long things take on the machine that is asked about; no time at all where nothing is said of it.
+fn pace(args: &SimulateArgs, requests: &Requests) -> Pace {
+    let bytes = requests.expert_bytes() as f64;
+    let seconds = |rate: Option<f64>| rate.map_or(0.0, |gb_s| bytes / 1e9 / gb_s);
+    Pace {
+        read_s: seconds(args.disk),
+        multiply_s: seconds(args.matmul),
+        rest_s: args.rest.unwrap_or(0.0) / 1e3 / requests.layers() as f64,
+    }
 }
 
 /// Tokens a second when reading and multiplying overlap altogether, and when neither overlaps the other.
@@ -141,6 +193,9 @@ fn text(args: &SimulateArgs, traces: &[Trace], requests: &Requests, sizes: &[usi
     };
     table("hit rate", &|outcome| format!("{:.1} %", 100.0 * outcome.hit_rate()));
     table("read a token", &|outcome| size::show(outcome.bytes_per_token() as u64));
+    if args.reads_ahead() {
+        table("of that, wrong guesses", &|outcome| size::show(outcome.wasted_bytes_per_token() as u64));
+    }
     let speed = |which: usize| {
         move |outcome: &Outcome| {
             predict(args, outcome).map_or_else(|| "-".into(), |speeds| format!("{:.2}", speeds[which]))
@@ -151,6 +206,9 @@ fn text(args: &SimulateArgs, traces: &[Trace], requests: &Requests, sizes: &[usi
         if args.matmul.is_some() {
             table("tok/s, nothing overlapped", &speed(1));
         }
+        table("tok/s, layer by layer", &|outcome| {
+            outcome.tokens_per_s().map_or_else(|| "-".into(), |speed| format!("{speed:.2}"))
+        });
     }
     text
 }
@@ -176,6 +234,19 @@ fn json_text(args: &SimulateArgs, requests: &Requests, sizes: &[usize], columns:
     if args.disk.is_some() {
         json["tok_s"] = speed(0);
         json["tok_s_serial"] = speed(1);
+        json["tok_s_layered"] = of(&|outcome| outcome.tokens_per_s().map_or(Json::Null, rounded));
+    }
+    if args.reads_ahead() {
+        let count = |count: fn(&Outcome) -> u64| of(&|outcome| count(outcome).into());
+        json["prefetch"] = json!({
+            "lookahead": args.lookahead.unwrap_or(1),
+            "issued": count(|outcome| outcome.guessed),
+            "used": count(|outcome| outcome.prefetched + outcome.late),
+            "late": count(|outcome| outcome.late),
+            "cancelled": count(|outcome| outcome.cancelled),
+            "wasted": count(|outcome| outcome.wasted),
+            "wasted_bytes_per_token": of(&|outcome| rounded(outcome.wasted_bytes_per_token())),
+        });
     }
     json.to_string() + "\n"
 }

@@ -4,6 +4,7 @@
 //! models that are not there, [`simulate`] replays them, and [`report`] says what is in them.
 
 pub mod format;
+mod replay;
 pub mod report;
 pub mod simulate;
 pub mod synth;
