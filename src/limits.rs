@@ -40,6 +40,8 @@ pub const MAX_STOP_BYTES: usize = 1024;
 pub const MAX_TEMPERATURE: f32 = 100.0;
 /// Bytes of a prompt that is read: more than any context holds.
 pub const MAX_PROMPT_BYTES: u64 = 256 << 20;
+/// Threads that read headers; a model of fewer shards is read by one.
+pub const HEADER_THREADS_MAX: usize = 8;
 /// Bytes of a small JSON file that is read.
 pub const MAX_SMALL_FILE_BYTES: u64 = 64 << 20;
 /// Bytes of a `tokenizer.json` that is read: several times the largest published one.

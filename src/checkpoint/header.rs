@@ -173,7 +173,7 @@ struct RawTensor<'a> {
 }
 
 struct RawHeader<'a> {
-    tensors: HashMap<String, RawTensor<'a>>,
+    tensors: Vec<(String, RawTensor<'a>)>,
     metadata: HashMap<String, String>,
 }
 
@@ -189,31 +189,32 @@ impl<'de> Deserialize<'de> for RawHeader<'de> {
 
             /// JSON lets a key come twice and most readers keep the last: here that is an error.
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Self::Value, A::Error> {
-                let mut header = RawHeader { tensors: HashMap::new(), metadata: HashMap::new() };
+                let mut header = RawHeader { tensors: Vec::new(), metadata: HashMap::new() };
                 let mut metadata_seen = false;
                 while let Some(name) = map.next_key::<String>()? {
-                    let repeated = if name == "__metadata__" {
-                        header.metadata = map.next_value::<Metadata>()?.0;
-                        std::mem::replace(&mut metadata_seen, true)
-                    } else {
-                        let tensor = map.next_value::<RawTensor>()?;
-                        match header.tensors.entry(name.clone()) {
-                            std::collections::hash_map::Entry::Occupied(_) => true,
-                            std::collections::hash_map::Entry::Vacant(slot) => {
-                                slot.insert(tensor);
-                                false
-                            }
-                        }
-                    };
-                    if repeated {
-                        return Err(de::Error::custom(format!("the key {} twice", clip(&name))));
+                    if name != "__metadata__" {
+                        header.tensors.push((name, map.next_value::<RawTensor>()?));
+                        continue;
                     }
+                    header.metadata = map.next_value::<Metadata>()?.0;
+                    if std::mem::replace(&mut metadata_seen, true) {
+                        return Err(repeated(&name));
+                    }
+                }
+                let mut names: Vec<&str> = header.tensors.iter().map(|(name, _)| name.as_str()).collect();
+                names.sort_unstable();
+                if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+                    return Err(repeated(pair[0]));
                 }
                 Ok(header)
             }
         }
         deserializer.deserialize_map(Entries)
     }
+}
+
+fn repeated<E: de::Error>(name: &str) -> E {
+    E::custom(format!("the key {} twice", clip(name)))
 }
 
 struct Metadata(HashMap<String, String>);
@@ -232,7 +233,7 @@ impl<'de> Deserialize<'de> for Metadata {
                 let mut entries = HashMap::new();
                 while let Some((key, value)) = map.next_entry::<String, String>()? {
                     if entries.insert(key.clone(), value).is_some() {
-                        return Err(de::Error::custom(format!("the key {} twice", clip(&key))));
+                        return Err(repeated(&key));
                     }
                 }
                 Ok(Metadata(entries))

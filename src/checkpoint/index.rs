@@ -68,6 +68,10 @@ impl Index {
                 found: map.get(tensor).map(|info| map.path(info.file).to_owned()),
             });
         }
+        // Every name of the index is in the map, so that equal numbers are equal names.
+        if self.weight_map.len() == map.len() {
+            return Ok(None);
+        }
         let omitted = map.iter().map(|(name, _)| name).filter(|n| !self.weight_map.contains_key(*n));
         let (count, first) = omitted.fold((0usize, None), |(count, first), name| {
             (count + 1, Some(first.map_or(name, |first: &str| first.min(name))))

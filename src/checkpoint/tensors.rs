@@ -3,10 +3,12 @@
 use super::error::{CheckpointError, Result, io_error};
 use super::header::{self, Header};
 use super::index;
+use crate::limits::HEADER_THREADS_MAX;
 use millstream_io::{FileId, FileSpan};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 
 /// Tensors of this prefix only fill space between others.
@@ -141,8 +143,8 @@ impl TensorMap {
             paths,
         };
         let mut hasher = xxhash_rust::xxh3::Xxh3::new();
-        for file in 0..map.paths.len() {
-            let header = header::read(&map.paths[file], FileId(file as u32))?;
+        for (file, header) in read_headers(&map.paths).into_iter().enumerate() {
+            let header = header?;
             hasher.update(&header.hash.to_le_bytes());
             map.add(file, header)?;
         }
@@ -231,6 +233,25 @@ impl TensorMap {
         self.metadata.push(header.metadata);
         Ok(())
     }
+}
+
+/// The header of each shard. Large models have a hundred megabytes of them, so that threads share them.
+fn read_headers(paths: &[PathBuf]) -> Vec<Result<Header>> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(HEADER_THREADS_MAX);
+    let read = |(file, path): (usize, &PathBuf)| header::read(path, FileId(file as u32));
+    let share = paths.len().div_ceil(threads).max(1);
+    if threads == 1 || paths.len() < HEADER_THREADS_MAX {
+        return paths.iter().enumerate().map(read).collect();
+    }
+    std::thread::scope(|scope| {
+        let shares = paths.chunks(share).enumerate().map(|(number, shard)| {
+            let first = number * share;
+            let read = move || shard.iter().enumerate().map(|(i, path)| read((first + i, path))).collect::<Vec<_>>();
+            scope.spawn(read)
+        });
+        let shares: Vec<_> = shares.collect();
+        shares.into_iter().flat_map(|share| share.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    })
 }
 
 /// The shards of a directory, sorted by name. Names that begin with a dot are unfinished or private to a tool.
