@@ -114,6 +114,18 @@ impl AttentionArch {
         }
     }
 
+    /// The shapes in words.
+    pub fn describe(&self) -> String {
+        match self {
+            AttentionArch::Latent(LatentArch { heads, q_rank, kv_rank, nope, rope, value }) => format!(
+                "{heads} heads of {nope} + {rope} and {value}, queries from {q_rank}, a latent of {kv_rank} cached"
+            ),
+            AttentionArch::Full(FullArch { heads, kv_heads, dim, .. }) => {
+                format!("{heads} heads of {dim}, {kv_heads} of them cached")
+            }
+        }
+    }
+
     /// Values of a head's query that are rotated.
     pub fn rotary(&self) -> usize {
         match self {

@@ -5,6 +5,7 @@ use super::container::MatrixSource;
 use super::error::Result;
 use super::required;
 use super::tensors::TensorMap;
+use millstream_io::FileSpan;
 
 /// The three matrices of one expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +22,16 @@ impl ExpertSource {
     /// The matrices in the order in which they are used.
     pub fn matrices(&self) -> [&MatrixSource; 3] {
         [&self.gate, &self.up, &self.down]
+    }
+
+    /// Places in the files that hold it: adjacent weights and scales are one.
+    pub fn pieces(&self) -> usize {
+        let spans = self.matrices().into_iter().flat_map(|matrix| [Some(matrix.data), matrix.scales]).flatten();
+        let mut spans: Vec<FileSpan> = spans.collect();
+        spans.sort_unstable_by_key(|span| (span.file.0, span.offset));
+        let adjacent =
+            |pair: &&[FileSpan]| pair[0].file == pair[1].file && pair[0].offset + pair[0].len == pair[1].offset;
+        spans.len() - spans.windows(2).filter(adjacent).count()
     }
 
     /// Bytes of weights and scales.

@@ -4,6 +4,7 @@
 //! later: a missing scale, a norm of the wrong length, a shard cut short. After it nothing is checked again.
 
 pub mod arch;
+pub mod census;
 mod config;
 pub mod container;
 pub mod convert;
@@ -22,12 +23,12 @@ pub use arch::Arch;
 pub use container::MatrixSource;
 pub use error::CheckpointError;
 pub use experts::{ExpertIndex, ExpertSource};
-pub use required::{Required, Shape};
+pub use required::{Part, Required, Shape};
 pub use tensors::{Dtype, TensorInfo, TensorMap};
 
 use crate::kernels::Format;
 use arch::IndexerKind;
-pub(crate) use config::stop_sources;
+pub(crate) use config::{stop_sources, vendor_name};
 use container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
 use error::{Result, is_there};
 use std::collections::{BTreeSet, HashMap, HashSet};

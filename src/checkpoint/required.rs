@@ -55,6 +55,63 @@ pub enum Role {
     Mtp,
 }
 
+/// The part of a model that a tensor belongs to, as people count its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    /// Routed experts of the decoder layers.
+    Experts,
+    /// Attention, without norms and indexer.
+    Attention,
+    /// Shared experts.
+    Shared,
+    /// Feed-forwards of layers without experts.
+    Dense,
+    /// The embedding matrix.
+    Embeddings,
+    /// The output head, where it is not the embedding matrix.
+    Head,
+    /// Everything of the MTP layer.
+    Mtp,
+    /// The sparse-attention indexer.
+    Indexer,
+    /// What chooses experts.
+    Router,
+    /// Norms.
+    Norms,
+}
+
+impl Part {
+    /// All of them.
+    pub const ALL: [Part; 10] = [
+        Part::Experts,
+        Part::Attention,
+        Part::Shared,
+        Part::Dense,
+        Part::Embeddings,
+        Part::Head,
+        Part::Mtp,
+        Part::Indexer,
+        Part::Router,
+        Part::Norms,
+    ];
+
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Experts => "routed experts",
+            Part::Attention => "attention",
+            Part::Shared => "shared experts",
+            Part::Dense => "dense",
+            Part::Embeddings => "embeddings",
+            Part::Head => "head",
+            Part::Mtp => "MTP layer",
+            Part::Indexer => "indexer",
+            Part::Router => "router",
+            Part::Norms => "norms",
+        }
+    }
+}
+
 /// One required tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Required {
@@ -74,6 +131,27 @@ impl Required {
         match self.shape {
             Shape::Vector(_) => self.source(tensors).map(|_| None),
             Shape::Matrix { .. } => self.source(tensors).map(|found| Some(found.spec.format)),
+        }
+    }
+
+    /// The part it belongs to. A family that names its tensors otherwise adds its names here.
+    pub fn part(&self, arch: &Arch) -> Part {
+        if self.layer == Some(arch.layers.len()) {
+            return Part::Mtp;
+        }
+        let holds = |path: &str| self.name.contains(path);
+        match self.role {
+            Role::Io if holds("embed_tokens") => Part::Embeddings,
+            Role::Io => Part::Head,
+            Role::Expert => Part::Experts,
+            Role::Mtp => Part::Mtp,
+            Role::Indexer => Part::Indexer,
+            Role::Exact if holds(".indexer.") => Part::Indexer,
+            Role::Exact if holds(".mlp.gate.") => Part::Router,
+            Role::Exact => Part::Norms,
+            Role::Dense if holds(".self_attn.") => Part::Attention,
+            Role::Dense if holds(".shared_experts.") => Part::Shared,
+            Role::Dense => Part::Dense,
         }
     }
 
@@ -142,6 +220,18 @@ pub(crate) fn expert(arch: &Arch, layer: usize, expert: usize) -> [Required; 3] 
         shape: Shape::Matrix { rows, cols },
         role,
         layer: Some(layer),
+    })
+}
+
+/// The tensor of this name, if the model uses it.
+pub(crate) fn find(arch: &Arch, name: &str) -> Option<Required> {
+    let resident = list(arch).into_iter().chain(mtp_optional(arch)).find(|tensor| tensor.name == name);
+    resident.or_else(|| {
+        let (layer, tail) = name.strip_prefix("model.layers.")?.split_once(".mlp.experts.")?;
+        let (layer, expert) = (layer.parse().ok()?, tail.split_once('.')?.0.parse().ok()?);
+        let kind = arch.layers.iter().chain(&arch.mtp).nth(layer)?;
+        let routed = kind.mlp == MlpKind::Sparse && expert < arch.moe.experts;
+        routed.then(|| self::expert(arch, layer, expert))?.into_iter().find(|tensor| tensor.name == name)
     })
 }
 

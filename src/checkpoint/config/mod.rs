@@ -75,6 +75,15 @@ pub(crate) fn stop_sources(dir: &Path, arch: &Arch) -> Result<Vec<(&'static str,
     Ok(sources)
 }
 
+/// What the vendor calls a model: the classes of its code, or its type where none is named.
+pub(crate) fn vendor_name(dir: &Path) -> Result<String> {
+    let root = object("config.json", &read_small(&dir.join("config.json"))?)?;
+    let classes = root.get("architectures").and_then(Value::as_array).into_iter().flatten();
+    let classes: Vec<&str> = classes.filter_map(Value::as_str).collect();
+    let kind = root.get("model_type").and_then(Value::as_str).unwrap_or("unknown");
+    Ok(if classes.is_empty() { kind.to_owned() } else { format!("{} ({kind})", classes.join(", ")) })
+}
+
 /// Reads a small file, refusing one of absurd size before allocating.
 pub(crate) fn read_small(path: &Path) -> Result<Vec<u8>> {
     let bytes = std::fs::metadata(path).map_err(io_error("read", path))?.len();
