@@ -298,7 +298,9 @@ fn a_plan_adds_up_and_its_graph_has_every_need_before_it() {
     let model = bundled();
     let plan = |extra: &[&str]| {
         let model = model.to_str().unwrap();
-        millstream(&[&["plan", "-m", model, "--ram", "40M", "-c", "4096"], extra].concat()).output().unwrap()
+        millstream(&[&["plan", "-m", model, "--usage", "off", "--ram", "40M", "-c", "4096"], extra].concat())
+            .output()
+            .unwrap()
     };
     let report = json(&done(plan(&["--json", "--graph"])));
     let budget = |name: &str| report["budget"][name].as_u64().unwrap();

@@ -7,6 +7,7 @@ pub mod error;
 mod generate;
 mod integrity;
 pub mod overlap;
+pub mod predict;
 pub mod sampler;
 pub mod stats;
 pub mod stop;

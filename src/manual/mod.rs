@@ -23,3 +23,6 @@ pub mod caching {}
 
 #[doc = include_str!("profiling.md")]
 pub mod profiling {}
+
+#[doc = include_str!("planning.md")]
+pub mod planning {}

@@ -1,0 +1,249 @@
+//! The `plan` command: where everything would live, what a token would read and how long it would take, what other
+//! machines would make of it, and the stages it goes through.
+
+mod change;
+mod show;
+pub mod speed;
+
+use std::path::PathBuf;
+
+use crate::checkpoint::Checkpoint;
+use crate::engine::budget::Budget;
+use crate::engine::config::DEFAULT_CONTEXT;
+use crate::engine::predict::{self, Drive, Prediction, Speeds, Work};
+use crate::engine::{Engine, EngineConfig, StageGraph, Switch};
+
+use super::args::{self, Ram, RunArgs};
+use super::config::{self, RunConfig};
+use super::machine::Machine;
+use super::tuning::{self, Lookup};
+use super::usage::{Usage, UsageChoice};
+use super::{Done, Failure, job, output, render};
+use change::Change;
+
+/// Flags of `plan`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  millstream plan -m /models/glm-5.2-int4 --ram 16G --what-if ram=64G,disk=7GB/s
+  millstream plan -m /models/glm-5.2-int4 --graph --dot | dot -Tsvg > step.svg
+
+Nothing is loaded. What the cache will find follows from the model's history of selections; without one it is what any \
+cache does when every expert is chosen as often as every other, and real models choose some far more often. Processor \
+and drive are measured for less than a second, the drive only where neither --disk nor a tuning profile says what it reads.
+Exit codes: 0 done, 1 the work failed, 2 usage.")]
+pub struct PlanArgs {
+    /// Model directory [default: the model that comes with the program]
+    #[arg(short, long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Memory for weights, context and cached experts, as a size or auto [default: auto]
+    #[arg(long, value_name = "SIZE", value_parser = args::parse_ram)]
+    ram: Option<Ram>,
+    /// Tokens of context [default: 4096, or what the model has]
+    #[arg(short, long, visible_alias = "context", value_name = "N", value_parser = args::parse_context)]
+    ctx_size: Option<usize>,
+    /// What the drive reads, in GB/s, as bench-io measures it [default: of the tuning profile, else measured]
+    #[arg(long, value_name = "GB/S", allow_negative_numbers = true, value_parser = args::parse_rate)]
+    disk: Option<f64>,
+    /// Threads that compute [default: the cores this process may use]
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = args::parse_threads)]
+    threads: Option<usize>,
+    /// Where selections are remembered: auto, off or a file, as run has it [default: auto]
+    #[arg(long, value_name = "WHERE", value_parser = UsageChoice::parse)]
+    usage: Option<UsageChoice>,
+    /// What another machine would make of it, such as ram=64G,disk=7GB/s,drives=2,cores=16; may be given again
+    #[arg(long, value_name = "CHANGES", value_parser = Change::parse)]
+    what_if: Vec<Change>,
+    /// Read ahead what the next layer's router will probably choose: auto, on or off [default: auto]
+    #[arg(long, value_name = "WHEN", value_parser = |text: &str| args::SWITCH.parse(text))]
+    prefetch: Option<Switch>,
+    /// Print the stages of a step and what each needs
+    #[arg(long)]
+    graph: bool,
+    /// Print them for Graphviz
+    #[arg(long, conflicts_with = "json")]
+    dot: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints the plan.
+pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
+    let run = RunArgs {
+        model: args.model.clone(),
+        ram: args.ram,
+        prefetch: args.prefetch,
+        threads: args.threads,
+        usage: args.usage.clone(),
+        quiet: true,
+        ..args::plain_run()
+    };
+    let mut config = config::decide(&run, machine)?;
+    config.check_memory(machine)?;
+    let Some(checkpoint) = job::open_checkpoint(&run, &mut config, machine)? else { return Ok(Done::Interrupted) };
+    let context = args.ctx_size.unwrap_or(checkpoint.arch.max_context.min(DEFAULT_CONTEXT));
+    let graph = StageGraph::new(&checkpoint.arch, config.engine(context).guesses());
+    let text = if args.dot {
+        graph.dot()
+    } else {
+        let plan = Plan::make(args, &config, &checkpoint, context, machine)?;
+        match args.json {
+            true => show::json(&plan, args.graph.then_some(&graph)).to_string() + "\n",
+            false => show::text(&plan, args.graph.then_some(&graph)),
+        }
+    };
+    Ok(output::print(&text)?.unwrap_or(Done::Whole))
+}
+
+/// Everything that is expected of a model here.
+struct Plan {
+    budget: Budget,
+    /// Who says how much memory there is.
+    source: String,
+    work: Work,
+    /// Bytes of an expert, on average.
+    expert_bytes: f64,
+    /// How often each expert was chosen; empty where nothing is known.
+    history: Vec<u64>,
+    speeds: Speeds,
+    disk: Disk,
+    cores: u64,
+    /// What twice the cores make of arithmetic: what the second half of them made, as it was measured.
+    doubled: f64,
+    here: Expected,
+    what_if: Vec<(Change, Expected)>,
+    /// Whether the user asked for the changes.
+    asked: bool,
+}
+
+/// What is expected of a machine.
+#[derive(Clone, Copy)]
+struct Expected {
+    slots: u64,
+    hit_rate: f64,
+    bytes_per_token: f64,
+    prediction: Option<Prediction>,
+}
+
+impl Plan {
+    fn make(
+        args: &PlanArgs,
+        config: &RunConfig,
+        checkpoint: &Checkpoint,
+        context: usize,
+        machine: &Machine,
+    ) -> Result<Plan, Failure> {
+        let engine = config.engine(context);
+        let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure)?;
+        let (usage, warning) = Usage::open(&config.usage, checkpoint, machine);
+        warning.iter().for_each(|line| render::note(false, line));
+        let work = Work::of(checkpoint);
+        let layers = &checkpoint.experts.layers[..checkpoint.arch.layers.len()];
+        let bytes: u64 = layers.iter().flatten().flatten().map(|expert| expert.bytes()).sum();
+        let expert_bytes = bytes as f64 / work.experts.max(1) as f64;
+        let (drive, disk) = drive(args, checkpoint, &engine, expert_bytes, machine);
+        let kernels = speed::kernels(checkpoint, &work, &engine, config.threads);
+        let doubled = match config.threads {
+            1 => 2.0,
+            threads => {
+                let half = speed::kernels(checkpoint, &work, &engine, threads / 2);
+                let gains = kernels.iter().map(|(format, rate)| rate / half.get(format).copied().unwrap_or(*rate));
+                (gains.sum::<f64>() / kernels.len().max(1) as f64).clamp(1.0, 2.0)
+            }
+        };
+        let source = if config.ram.is_some() { "asked for".to_owned() } else { machine.memory.source.clone() };
+        let nothing = Expected { slots: 0, hit_rate: 0.0, bytes_per_token: 0.0, prediction: None };
+        let mut plan = Plan {
+            source,
+            expert_bytes,
+            history: usage.before().to_vec(),
+            speeds: Speeds { kernels, drive },
+            disk,
+            cores: config.threads as u64,
+            doubled,
+            here: nothing,
+            what_if: vec![],
+            asked: !args.what_if.is_empty(),
+            work,
+            budget,
+        };
+        plan.here = plan.expected(&Change::default());
+        let changes = if plan.asked { args.what_if.clone() } else { plan.one_more() };
+        plan.what_if = changes.into_iter().map(|change| (change, plan.expected(&change))).collect();
+        Ok(plan)
+    }
+
+    /// One more of each resource: as much memory again, a second drive, a drive twice as fast, as many cores again.
+    fn one_more(&self) -> Vec<Change> {
+        let nothing = Change::default();
+        let mut changes = vec![Change { ram: Some(2 * self.budget.total), ..nothing }];
+        if let Ok((gb_s, ..)) = self.disk {
+            changes.push(Change { drives: Some(2), ..nothing });
+            changes.push(Change { disk: Some(2.0 * gb_s), ..nothing });
+        }
+        changes.push(Change { cores: Some(2 * self.cores), ..nothing });
+        changes
+    }
+
+    /// What `change` would make of a token.
+    fn expected(&self, change: &Change) -> Expected {
+        let slots = self.slots(change.ram.unwrap_or(self.budget.total));
+        let evenly = slots as f64 / self.work.experts.max(1) as f64;
+        let hit_rate = predict::hit_rate(&self.history, slots).unwrap_or(evenly).min(1.0);
+        let mut speeds = self.speeds.clone();
+        if let Some(gb_s) = change.disk {
+            speeds.drive = Some(match (speeds.drive, &self.disk) {
+                (Some(drive), Ok((here, ..))) => drive.faster(gb_s / here),
+                _ => Drive::steady(gb_s, self.expert_bytes),
+            });
+        }
+        if let Some(drives) = change.drives {
+            speeds.drive = speeds.drive.map(|drive| drive.beside(drives as f64));
+        }
+        if let Some(cores) = change.cores {
+            let factor = self.doubled.powf((cores as f64 / self.cores.max(1) as f64).log2());
+            speeds.kernels.values_mut().for_each(|rate| *rate *= factor);
+        }
+        let used = (self.work.layers * self.work.top_k) as f64;
+        Expected {
+            slots,
+            hit_rate,
+            bytes_per_token: used * self.expert_bytes * (1.0 - hit_rate),
+            prediction: Prediction::of(&self.work, &speeds, hit_rate),
+        }
+    }
+
+    /// Slots that `total` bytes of memory have room for, where everything else takes what it takes here.
+    fn slots(&self, total: u64) -> u64 {
+        let (more, less) = (total.saturating_sub(self.budget.total), self.budget.total.saturating_sub(total));
+        let slots = self.budget.slabs + more / self.budget.slab.max(1);
+        slots.saturating_sub(less.div_ceil(self.budget.slab.max(1))).clamp(1, self.work.experts.max(1))
+    }
+}
+
+/// What the drive reads in GB/s, who says so, and what makes it doubtful; or why it is not known.
+type Disk = Result<(f64, &'static str, Option<String>), String>;
+
+/// How the drive reads, and who says so.
+fn drive(
+    args: &PlanArgs,
+    checkpoint: &Checkpoint,
+    engine: &EngineConfig,
+    expert_bytes: f64,
+    machine: &Machine,
+) -> (Option<Drive>, Disk) {
+    let steady = |gb_s: f64, source| (Some(Drive::steady(gb_s, expert_bytes)), Ok((gb_s, source, None)));
+    if let Some(gb_s) = args.disk {
+        return steady(gb_s, "asked for");
+    }
+    if let Lookup::Found(profile) = tuning::find(machine, checkpoint)
+        && let Some(gb_s) = profile.gb_s
+    {
+        return steady(gb_s, "the tuning profile");
+    }
+    match speed::drive(checkpoint, engine) {
+        Ok(measured) => (Some(measured.drive), Ok((measured.gb_s, "measured", measured.doubt))),
+        Err(why) => (None, Err(why)),
+    }
+}

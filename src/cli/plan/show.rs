@@ -1,0 +1,142 @@
+//! A plan as text and as JSON.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value as Json, json};
+
+use crate::cli::{render, size};
+use crate::engine::StageGraph;
+use crate::engine::predict::Prediction;
+
+use super::{Expected, Plan};
+
+/// The plan for people.
+pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
+    let (work, here) = (&plan.work, &plan.here);
+    let used = work.layers * work.top_k;
+    let selections: u64 = plan.history.iter().sum();
+    let basis = match selections {
+        0 => "chosen evenly, for want of a history".to_owned(),
+        count => format!("by a history of {} selections", size::grouped(count)),
+    };
+    let mut text = format!("{}\n", plan.budget);
+    let _ = writeln!(
+        text,
+        "experts: {used} of {} used by a token, {} slabs; {basis}, {:.1} % are found in memory and {} are read, of {} at worst",
+        size::grouped(work.experts),
+        size::grouped(here.slots),
+        100.0 * here.hit_rate,
+        size::show(here.bytes_per_token as u64),
+        size::show((used as f64 * plan.expert_bytes) as u64),
+    );
+    match &plan.disk {
+        Ok((gb_s, source, doubt)) => {
+            let doubt = doubt.as_ref().map(|doubt| format!("; {doubt}")).unwrap_or_default();
+            let _ = writeln!(text, "drive:   {gb_s:.2} GB/s ({source}){doubt}");
+        }
+        Err(why) => {
+            let _ = writeln!(text, "drive:   not measured: {why}; --disk says what it reads");
+        }
+    }
+    let kernels = plan.speeds.kernels.iter().map(|(format, rate)| format!("{format} {:.1} GB/s", rate / 1e9));
+    let _ = writeln!(text, "kernels: {} on {} threads (measured)", kernels.collect::<Vec<_>>().join(", "), plan.cores);
+    match &here.prediction {
+        Some(p) => {
+            let _ = writeln!(
+                text,
+                "token:   {:.2} tokens a second: {} each, of which the drive reads {} and arithmetic takes {}; {} binds",
+                p.tok_s(),
+                render::seconds(p.token_s),
+                render::seconds(p.disk_s),
+                render::seconds(p.compute_s),
+                p.bottleneck.name(),
+            );
+        }
+        None => text += "token:   unknown, as the drive is\n",
+    }
+    text += if plan.asked { "\nwhat if:\n" } else { "\none more of each:\n" };
+    for (change, expected) in &plan.what_if {
+        let _ = writeln!(text, "  {:<44} {}", change.to_string(), outcome(&plan.here, expected));
+    }
+    if let Some(graph) = graph {
+        text += &format!("\n{}", graph.text());
+    }
+    text
+}
+
+fn outcome(here: &Expected, expected: &Expected) -> String {
+    let found = format!("{:.1} % found in memory", 100.0 * expected.hit_rate);
+    let Some(p) = &expected.prediction else {
+        return format!("{found}, {} read", size::show(expected.bytes_per_token as u64));
+    };
+    let gain = match &here.prediction {
+        Some(before) => format!(" ({:+.0} %)", 100.0 * (before.token_s / p.token_s - 1.0)),
+        None => String::new(),
+    };
+    format!("{:.2} tok/s{gain}, {found}, {} binds", p.tok_s(), p.bottleneck.name())
+}
+
+/// The plan for programs.
+pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
+    let (budget, here) = (&plan.budget, &plan.here);
+    let used = plan.work.layers * plan.work.top_k;
+    let (gb_s, source, doubt) = match &plan.disk {
+        Ok((gb_s, source, doubt)) => (Some(size::short(*gb_s)), *source, doubt.clone()),
+        Err(why) => (None, "unknown", Some(why.clone())),
+    };
+    let kernels = plan.speeds.kernels.iter();
+    let what_if = plan.what_if.iter().map(|(change, expected)| {
+        let mut object = expectation(expected);
+        object["change"] = change.to_string().into();
+        object["ram"] = change.ram.into();
+        object["disk_gb_s"] = change.disk.into();
+        object["drives"] = change.drives.into();
+        object["cores"] = change.cores.into();
+        object
+    });
+    let mut object = json!({
+        "schema_version": 1,
+        "budget": {
+            "total": budget.total,
+            "source": plan.source,
+            "resident": budget.resident,
+            "kv": budget.kv,
+            "reconstruction": budget.reconstruction,
+            "activations": budget.activations,
+            "page_cache_reserve": budget.page_cache,
+            "experts": budget.experts(),
+        },
+        "experts": plan.work.experts,
+        "experts_per_token": used,
+        "selections": plan.history.iter().sum::<u64>(),
+        "uncached_bytes_per_token": (used as f64 * plan.expert_bytes).round(),
+        "disk": { "gb_s": gb_s, "source": source, "doubt": doubt },
+        "kernels_gb_s": kernels.map(|(f, rate)| (f.to_string(), size::short(rate / 1e9).into())).collect::<serde_json::Map<_, _>>(),
+        "what_if": what_if.collect::<Vec<_>>(),
+    });
+    let expected = expectation(here);
+    for (name, value) in expected.as_object().into_iter().flatten() {
+        object[name.as_str()] = value.clone();
+    }
+    if let Some(graph) = graph {
+        let nodes = graph
+            .nodes
+            .iter()
+            .map(|node| json!({ "stage": node.stage.name(), "layer": node.layer, "needs": node.needs }));
+        object["graph"] = nodes.collect();
+    }
+    object
+}
+
+fn expectation(expected: &Expected) -> Json {
+    let p = expected.prediction;
+    json!({
+        "slots": expected.slots,
+        "expected_hit_rate": expected.hit_rate,
+        "bytes_per_token": expected.bytes_per_token.round(),
+        "predicted_tok_s": p.map(|p| size::short(p.tok_s())),
+        "disk_s": p.map(|p| size::short(p.disk_s)),
+        "compute_s": p.map(|p| size::short(p.compute_s)),
+        "bottleneck": p.map(|p: Prediction| p.bottleneck.name()),
+    })
+}
