@@ -5,23 +5,27 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use millstream_io::{
-    Access, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoError, PageKind, Priority, Read, SlabPool, Wait,
-    layout, open_device,
+    Access, BlockDevice, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoError, PageKind, Priority, Read,
+    SlabPool, Wait, layout, open_device,
 };
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, ExpertSource};
 use crate::engine::budget::Budget;
 use crate::engine::{Engine, EngineConfig};
 use crate::kernels::Kernels;
 
 use super::Report;
 use crate::cli::machine::Machine;
-use crate::cli::{Failure, size};
+use crate::cli::plan::speed;
+use crate::cli::{Failure, render, size};
 
 /// Buffers that try out pages and the ring: a few slabs of a large model.
 const TRIAL_BYTES: usize = 32 << 20;
 /// A drive that takes longer for one sector hangs.
 const TRIAL_WAIT: Duration = Duration::from_secs(30);
+
+/// A token that reads for longer than this is no conversation.
+const SLOW_TOKEN_S: f64 = 30.0;
 
 /// Processor, and the pages that buffers get.
 pub fn pages(machine: &Machine, report: &mut Report) {
@@ -124,6 +128,62 @@ pub fn files(
     Some(Arc::new(files))
 }
 
+/// How fast the drive reads experts, and where they lie on it.
+pub fn drive(machine: &Machine, checkpoint: &Checkpoint, engine: &EngineConfig, report: &mut Report) {
+    let token: u64 = checkpoint.experts.layers[..checkpoint.arch.layers.len()]
+        .iter()
+        .flatten()
+        .filter_map(|layer| layer.first())
+        .map(|expert| expert.bytes() * checkpoint.arch.moe.top_k as u64)
+        .sum();
+    match speed::drive(checkpoint, engine) {
+        Ok(measured) => {
+            let seconds = token as f64 / (measured.gb_s * 1e9);
+            let detail = format!(
+                "{:.2} GB/s reading {} experts at once: {} for a token that finds none in memory",
+                measured.gb_s,
+                checkpoint.arch.moe.top_k,
+                render::seconds(seconds)
+            );
+            match (measured.doubt, seconds > SLOW_TOKEN_S) {
+                (Some(doubt), _) => report.skip("disk", format!("{detail}; {doubt}"), None),
+                (None, true) => report.warn("disk", detail, "put the model on an NVMe drive, or give it more memory"),
+                (None, false) => report.ok("disk", detail),
+            }
+        }
+        Err(why) => report.skip("disk", format!("not measured: {why}"), None),
+    }
+    placement(machine, checkpoint, report);
+}
+
+/// How many reads an expert takes, and which drives hold them.
+fn placement(machine: &Machine, checkpoint: &Checkpoint, report: &mut Report) {
+    let experts = || checkpoint.experts.layers[..checkpoint.arch.layers.len()].iter().flatten().flatten();
+    let pieces = experts().map(ExpertSource::pieces).max().unwrap_or(1);
+    let mut drives: Vec<String> = checkpoint
+        .tensors
+        .paths()
+        .iter()
+        .filter_map(|path| BlockDevice::holding(path, machine.root()).map(|device| device.name))
+        .collect();
+    drives.sort();
+    drives.dedup();
+    let drives = if drives.is_empty() { "no block device".to_owned() } else { drives.join(", ") };
+    match pieces {
+        1 => report.ok("placement", format!("every expert lies in one piece, on {drives}")),
+        // As published containers have it: weights here, scales there.
+        2 => report.ok("placement", format!("every expert lies in at most two pieces, on {drives}")),
+        _ => {
+            let detail = format!("an expert lies in up to {pieces} pieces, on {drives}");
+            report.warn(
+                "placement",
+                detail,
+                "each piece is a read of its own: `millstream convert` lays them together",
+            );
+        }
+    }
+}
+
 /// The verdict on io_uring, by opening one and reading with it.
 pub fn ring(files: &Arc<FileSet>, engine: &EngineConfig, report: &mut Report) {
     if engine.device == DeviceKind::Threads {
@@ -144,8 +204,8 @@ pub fn ring(files: &Arc<FileSet>, engine: &EngineConfig, report: &mut Report) {
     }
 }
 
-/// Bytes the kernel registered.
-fn try_ring(files: &Arc<FileSet>) -> Result<u64, IoError> {
+/// Opens a ring and reads with it; the bytes the kernel registered.
+pub fn try_ring(files: &Arc<FileSet>) -> Result<u64, IoError> {
     let pool = SlabPool::new(TRIAL_BYTES, 1)?;
     let config = DeviceConfig { kind: DeviceKind::Uring, ..DeviceConfig::default() };
     let mut device = open_device(&config, Arc::clone(files), &pool)?;

@@ -17,6 +17,7 @@ use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::tuning::{self, Lookup};
 use super::{Done, Failure, bundled};
+pub use host::try_ring;
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -178,7 +179,7 @@ fn examine(
 ) -> Result<Done, Failure> {
     let checkpoint = model::examine(dir, report);
     let Some(checkpoint) = checkpoint else {
-        for id in ["tuning", "files", "io_uring", "memory", "checksums"] {
+        for id in ["tuning", "files", "io_uring", "disk", "placement", "memory", "checksums"] {
             report.skip(id, "needs a model without faults", None);
         }
         host::pages(machine, report);
@@ -192,11 +193,13 @@ fn examine(
     let budget = host::memory(machine, &checkpoint, &engine, report);
     host::locked(machine, budget.as_ref(), report);
     let Some(files) = host::files(machine, &checkpoint, &engine, report) else {
-        report.skip("io_uring", "needs files that can be opened", None);
-        report.skip("checksums", "needs files that can be opened", None);
+        for id in ["io_uring", "disk", "placement", "checksums"] {
+            report.skip(id, "needs files that can be opened", None);
+        }
         return Ok(Done::Whole);
     };
     host::ring(&files, &engine, report);
+    host::drive(machine, &checkpoint, &engine, report);
     sums::examine(args.deep, machine, &checkpoint, &files, &engine, report)
 }
 
