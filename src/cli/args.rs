@@ -14,6 +14,9 @@ use crate::engine::{Activations, AttentionForm, Depth, Dsa, PolicyKind, Switch, 
 use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
+use super::census::CensusArgs;
+use super::info::InfoArgs;
+use super::machine::Machine;
 use super::plan::PlanArgs;
 use super::profile::ProfileArgs;
 use super::size;
@@ -46,6 +49,10 @@ pub enum Command {
     BenchIo(BenchIoArgs),
     /// Finds the way of reading with which this model generates fastest on this machine, and keeps it for run.
     Tune(TuneArgs),
+    /// What the model and this machine are, on one screen.
+    Info(InfoArgs),
+    /// What a model's bytes are for, by part and by format, and what single tensors hold; reads headers only.
+    Census(CensusArgs),
     /// Where everything would live, what a token would read, and the stages it goes through; loads nothing.
     Plan(PlanArgs),
     /// Writes a model of true shapes with drawn weights, for measuring one that is not at hand.
@@ -319,6 +326,29 @@ pub fn plain_run() -> RunArgs {
     match Args::try_parse_from(["millstream", "run"]).map(|args| args.command) {
         Ok(Command::Run(run)) => *run,
         other => unreachable!("`millstream run` was read as {other:?}"),
+    }
+}
+
+/// The model of a command that looks at one.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ModelArgs {
+    /// Model directory [default: the model that comes with the program]
+    #[arg(value_name = "DIR", conflicts_with = "model")]
+    dir: Option<PathBuf>,
+    /// The same as a flag
+    #[arg(short, long, value_name = "DIR")]
+    model: Option<PathBuf>,
+}
+
+impl ModelArgs {
+    /// What `run` has of these.
+    pub fn run(&self) -> RunArgs {
+        RunArgs { model: self.model.clone().or_else(|| self.dir.clone()), ..plain_run() }
+    }
+
+    /// The directory that is read, as far as the user named it.
+    pub fn inputs(&self, machine: &Machine) -> Vec<PathBuf> {
+        super::job::inputs(&self.run(), machine)
     }
 }
 

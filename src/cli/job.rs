@@ -7,7 +7,7 @@ use crate::engine::stop::StopMatcher;
 use crate::engine::{EngineError, Job};
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 
-use super::args::RunArgs;
+use super::args::{ModelArgs, RunArgs};
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::usage::Usage;
@@ -93,6 +93,14 @@ pub fn open_checkpoint(
         render::note(args.quiet, &line);
     }
     Ok(checkpoint)
+}
+
+/// Opens the model of a command that only looks at it, with the settings that `run` would have; none when its conversion
+/// was interrupted.
+pub fn open_model(args: &ModelArgs, machine: &Machine) -> Result<Option<(Checkpoint, RunConfig)>, Failure> {
+    let run = RunArgs { quiet: true, ..args.run() };
+    let mut config = config::decide(&run, machine)?;
+    Ok(open_checkpoint(&run, &mut config, machine)?.map(|checkpoint| (checkpoint, config)))
 }
 
 /// The files of the model that runs.

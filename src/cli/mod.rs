@@ -4,10 +4,12 @@
 pub mod args;
 mod bench_io;
 mod bundled;
+mod census;
 pub mod config;
 mod convert;
 mod doctor;
 mod hanging;
+mod info;
 mod interrupt;
 mod job;
 pub mod machine;
@@ -132,6 +134,8 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::Doctor(doctor_args) => doctor::doctor(doctor_args, &machine),
         args::Command::BenchIo(bench_args) => bench_io::bench_io(bench_args, &machine),
         args::Command::Tune(tune_args) => tune::tune(tune_args, &machine),
+        args::Command::Info(info_args) => info::info(info_args, &machine),
+        args::Command::Census(census_args) => census::census(census_args, &machine),
         args::Command::Plan(plan_args) => plan::plan(plan_args, &machine),
         args::Command::Synth(synth_args) => synth::synth(synth_args),
         args::Command::Profile(profile_args) => profile::profile(profile_args, &machine),

@@ -23,6 +23,14 @@ pub fn line(svg: &mut String, from: (f64, f64), to: (f64, f64), colour: &str, wi
     );
 }
 
+/// A filled rectangle.
+pub fn bar(svg: &mut String, (x, y): (f64, f64), (width, height): (f64, f64), colour: &str) {
+    let _ = writeln!(
+        svg,
+        "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" fill=\"{colour}\"/>"
+    );
+}
+
 /// A curve through points.
 pub fn curve(svg: &mut String, points: &[(f64, f64)], colour: &str) {
     let points: Vec<String> = points.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();

@@ -1,0 +1,274 @@
+//! The `info` command: what the model and this machine are, on one screen.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use millstream_io::{BlockDevice, FileId, FileSet, free_bytes};
+use serde_json::{Map, Value as Json, json};
+
+use crate::checkpoint::arch::MlpKind;
+use crate::checkpoint::census::Census;
+use crate::checkpoint::{Checkpoint, CheckpointError, vendor_name};
+use crate::engine::Engine;
+use crate::engine::budget::Budget;
+use crate::engine::config::DEFAULT_CONTEXT;
+use crate::kernels::{Format, Kernels};
+
+use super::args::ModelArgs;
+use super::config::{ModelChoice, RunConfig};
+use super::doctor::try_ring;
+use super::machine::Machine;
+use super::{Done, Failure, job, output, render, size};
+
+/// Flags of `info`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  millstream info /models/glm-5.2-int4
+  millstream info -m /models/glm-5.2-int4 --json
+
+No weight is read. Whether the model will run here is what doctor says, how fast is what plan says.
+Exit codes: 0 done, 1 the work failed, 2 usage.")]
+pub struct InfoArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Everything that is known without reading a weight.
+struct Info<'a> {
+    checkpoint: &'a Checkpoint,
+    machine: &'a Machine,
+    name: String,
+    vendor: String,
+    census: Census,
+    /// How memory would be divided, or why the model does not fit.
+    budget: Result<Budget, String>,
+    disk: Disk,
+    /// Bytes that a ring registered, or why there is none.
+    ring: Result<u64, String>,
+}
+
+/// What holds the shards.
+struct Disk {
+    file_system: String,
+    device: Option<BlockDevice>,
+    /// How the first shard is read, or why it cannot be opened.
+    access: String,
+    free_bytes: Option<u64>,
+}
+
+/// Looks, and prints.
+pub fn info(args: &InfoArgs, machine: &Machine) -> Result<Done, Failure> {
+    let Some((checkpoint, config)) = job::open_model(&args.model, machine)? else { return Ok(Done::Interrupted) };
+    let info = Info::find(&checkpoint, &config, machine)?;
+    let text = if args.json { info.json().to_string() + "\n" } else { info.text() };
+    Ok(output::print(&text)?.unwrap_or(Done::Whole))
+}
+
+impl<'a> Info<'a> {
+    fn find(checkpoint: &'a Checkpoint, config: &RunConfig, machine: &'a Machine) -> Result<Info<'a>, Failure> {
+        let failed = |error: CheckpointError| Failure::of(&error).hint(error.hint());
+        let engine = config.engine(checkpoint.arch.max_context.min(DEFAULT_CONTEXT));
+        let place = checkpoint.tensors.paths().first().unwrap_or(&checkpoint.dir);
+        let files = FileSet::open(checkpoint.tensors.paths(), engine.io).map(Arc::new);
+        let budget = match config.check_memory(machine) {
+            Ok(()) => Engine::plan(checkpoint, &engine).map_err(|error| error.to_string()),
+            Err(failure) => Err(failure.error),
+        };
+        let disk = Disk {
+            file_system: machine.file_system(place),
+            device: BlockDevice::holding(place, machine.root()),
+            access: files.as_ref().map_or_else(ToString::to_string, |files| files.access(FileId(0)).to_string()),
+            free_bytes: free_bytes(&checkpoint.dir).ok(),
+        };
+        let ring = match &files {
+            Ok(files) => try_ring(files).map_err(|error| error.to_string()),
+            Err(error) => Err(error.to_string()),
+        };
+        let census = Census::take(checkpoint).map_err(failed)?;
+        let vendor = vendor_name(&checkpoint.dir).map_err(failed)?;
+        Ok(Info { checkpoint, machine, name: name(&config.model), vendor, census, budget, disk, ring })
+    }
+
+    fn dense_layers(&self) -> usize {
+        self.checkpoint.arch.layers.iter().filter(|layer| matches!(layer.mlp, MlpKind::Dense { .. })).count()
+    }
+
+    /// Bytes of the largest expert of the decoder layers, and of those that one token uses.
+    fn expert_bytes(&self) -> (u64, u64) {
+        let arch = &self.checkpoint.arch;
+        let layers = self.checkpoint.experts.layers[..arch.layers.len()].iter().flatten();
+        let sizes = layers.map(|layer| layer.iter().map(|expert| expert.bytes()).max().unwrap_or(0));
+        sizes.fold((0, 0), |(largest, token), bytes| (bytes.max(largest), token + bytes * arch.moe.top_k as u64))
+    }
+
+    fn text(&self) -> String {
+        let mut text = String::new();
+        let mut line = |name: &str, said: String| {
+            let _ = writeln!(text, "{name:<9} {said}");
+        };
+        let (arch, census, machine) = (&self.checkpoint.arch, &self.census, self.machine);
+        line("model", format!("{}: {}", self.name, self.vendor));
+        line("where", self.checkpoint.dir.display().to_string());
+        let (all, token) = (parameters(census.used().weights), parameters(census.weights_per_token));
+        line("size", format!("{all} parameters, {token} of them take part in a token"));
+        line("layers", self.layers_text());
+        line("shapes", self.shapes_text());
+        line("attention", arch.attention.describe());
+        if let Some(indexer) = &arch.indexer {
+            let said =
+                format!("{} positions are kept, chosen by {} heads of {}", indexer.top_k, indexer.heads, indexer.dim);
+            line("indexer", said);
+        }
+        let formats = census.formats().into_iter().map(|f| format!("{} as {f}", size::show(census.format(f).bytes)));
+        line("formats", formats.collect::<Vec<_>>().join(", "));
+        let (expert, token) = self.expert_bytes();
+        line(
+            "experts",
+            format!("{} each, {} for a token that finds none in memory", size::show(expert), size::show(token)),
+        );
+        let tensors = self.checkpoint.tensors.len() as u64;
+        let (shards, opened) = (self.checkpoint.tensors.paths().len(), self.checkpoint.took().as_secs_f64());
+        let said = format!("{shards} files of {} in all, {} tensors", size::show(census.bytes), size::grouped(tensors));
+        line("shards", format!("{said}, opened and checked in {}", render::seconds(opened)));
+        for note in self.checkpoint.notes() {
+            line("note", note.clone());
+        }
+        line("machine", format!("{}, {} cores, Linux {}", machine.cpu, machine.cores, machine.kernel));
+        line("kernels", self.kernels_text());
+        let (ram, free) = (size::show(machine.memory.total), size::show(machine.memory.available));
+        line("RAM", format!("{ram}, {free} to be had: {}", machine.memory.source));
+        match &self.budget {
+            Ok(budget) => line("budget", budget.to_string().trim_start_matches("memory: ").to_owned()),
+            Err(why) => line("budget", format!("it does not fit: {why}")),
+        }
+        line("disk", self.disk.text());
+        line("reads", self.disk.access.clone());
+        line(
+            "io_uring",
+            match &self.ring {
+                Ok(registered) => format!("works; {} of buffers registered", size::show(*registered)),
+                Err(why) => format!("not available: {why}"),
+            },
+        );
+        text
+    }
+
+    fn layers_text(&self) -> String {
+        let arch = &self.checkpoint.arch;
+        let (all, dense, moe) = (arch.layers.len(), self.dense_layers(), &arch.moe);
+        let mut text = format!("{all}: ");
+        if dense > 0 {
+            let _ = write!(text, "{dense} dense, ");
+        }
+        let _ = write!(text, "{} of {} experts, {} a token", all - dense, moe.experts, moe.top_k);
+        text += if moe.shared_width > 0 { " and the shared one" } else { "" };
+        text + if arch.mtp.is_some() { "; and an MTP layer" } else { "" }
+    }
+
+    fn shapes_text(&self) -> String {
+        let arch = &self.checkpoint.arch;
+        let context = size::grouped(arch.max_context as u64);
+        format!(
+            "hidden {}, experts {} wide, vocabulary {}, up to {context} positions",
+            arch.hidden, arch.moe.width, arch.vocab
+        )
+    }
+
+    fn kernels_text(&self) -> String {
+        let here: Vec<String> = Kernels::all_available().iter().map(|kernels| kernels.isa.to_string()).collect();
+        format!("{} (this processor has {})", Kernels::best().isa, here.join(", "))
+    }
+
+    fn json(&self) -> Json {
+        let (arch, census, machine) = (&self.checkpoint.arch, &self.census, self.machine);
+        let (expert, token) = self.expert_bytes();
+        let by_format = |format: Format| (format.to_string(), Json::from(census.format(format).bytes));
+        json!({
+            "schema_version": 1,
+            "model": {
+                "name": self.name,
+                "vendor_name": self.vendor,
+                "dir": self.checkpoint.dir.display().to_string(),
+                "fingerprint": self.checkpoint.fingerprint_hex(),
+                "parameters": census.used().weights,
+                "parameters_per_token": census.weights_per_token,
+                "layers": arch.layers.len(),
+                "dense_layers": self.dense_layers(),
+                "experts": arch.moe.experts,
+                "top_k": arch.moe.top_k,
+                "shared": arch.moe.shared_width > 0,
+                "mtp": arch.mtp.is_some(),
+                "hidden": arch.hidden,
+                "expert_width": arch.moe.width,
+                "vocabulary": arch.vocab,
+                "max_context": arch.max_context,
+                "attention": arch.attention.describe(),
+                "formats": census.formats().into_iter().map(by_format).collect::<Map<_, _>>(),
+                "expert_bytes": expert,
+                "token_bytes": token,
+                "shards": self.checkpoint.tensors.paths().len(),
+                "tensors": self.checkpoint.tensors.len(),
+                "bytes": census.bytes,
+                "open_s": self.checkpoint.took().as_secs_f64(),
+                "notes": self.checkpoint.notes(),
+            },
+            "machine": {
+                "cpu": machine.cpu,
+                "cores": machine.cores,
+                "kernel": machine.kernel,
+                "kernels": Kernels::best().isa.name(),
+                "instruction_sets": Kernels::all_available().iter().map(|k| k.isa.name()).collect::<Vec<_>>(),
+                "ram": machine.memory.total,
+                "available": machine.memory.available,
+                "available_source": machine.memory.source,
+            },
+            "budget": self.budget.as_ref().map_or_else(
+                |why| json!({ "error": why }),
+                |budget| json!({ "total": budget.total, "resident": budget.resident, "experts": budget.experts(), "slots": budget.slabs }),
+            ),
+            "disk": {
+                "fs": self.disk.file_system,
+                "device": self.disk.device.as_ref().map(|device| device.name.clone()),
+                "access": self.disk.access,
+                "free": self.disk.free_bytes,
+            },
+            "io_uring": { "available": self.ring.is_ok(), "reason": self.ring.as_ref().err() },
+        })
+    }
+}
+
+impl Disk {
+    fn text(&self) -> String {
+        let device = self.device.as_ref().map_or_else(
+            || "no single block device".to_owned(),
+            |device| {
+                let under =
+                    if device.under.is_empty() { String::new() } else { format!(" over {}", device.under.join(", ")) };
+                format!("{}{under}", device.name)
+            },
+        );
+        let free = self.free_bytes.map_or_else(|| "an unknown part".to_owned(), size::show);
+        format!("{device}, {}, {free} free", self.file_system)
+    }
+}
+
+/// The directory's own name, as people call the model.
+fn name(model: &ModelChoice) -> String {
+    let (ModelChoice::Dir(dir) | ModelChoice::Bundled(dir)) = model;
+    let dir = std::fs::canonicalize(dir).unwrap_or_else(|_| dir.clone());
+    dir.file_name().unwrap_or(Path::new("/").as_os_str()).to_string_lossy().into_owned()
+}
+
+/// `744 billion`.
+fn parameters(count: u64) -> String {
+    match count {
+        0..1_000_000 => size::grouped(count),
+        1_000_000..1_000_000_000 => format!("{:.1} million", count as f64 / 1e6),
+        _ => format!("{:.1} billion", count as f64 / 1e9),
+    }
+}
