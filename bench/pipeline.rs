@@ -3,12 +3,11 @@
 //!
 //! `cargo bench --bench pipeline` draws a model of a few hundred megabytes, measures what a token of it takes without
 //! reading, and plays drives beside which that is little, as much, or a lot, and one that serves one read after the other.
-//! On each of them every position of `--pipeline` and `--prefetch` generates the same tokens, the positions taking turns,
-//! round after round, forwards and backwards; medians are printed as a Markdown table. `auto` is compared with the best
-//! fixed position round by round. The experts come from the page cache, so that the played
-//! drive is the slower one; one thread computes, and in f32, so
-//! that copying has a core of its own and takes little of its time. Under `cargo test` it does the
-//! same with a few tokens. `MILLSTREAM_BENCH_DIR` names the directory of the model, which is removed at the end.
+//! On each of them every position of `--pipeline` and `--prefetch` generates the same tokens, the positions taking turns, in
+//! another order each round; medians are printed as a Markdown table. `auto` is compared with the best fixed position round
+//! by round. The experts come from the page cache, so that the played drive is the slower one; one thread computes, and in
+//! f32, so that copying has a core of its own and takes little of its time. Under `cargo test` it does the same with a few
+//! tokens. `MILLSTREAM_BENCH_DIR` names the directory of the model, which is removed at the end.
 
 // An engine's error is large, and made once an engine at most.
 #![allow(clippy::result_large_err)]
@@ -110,7 +109,8 @@ fn regime(model: &Path, name: &str, drive: &ThrottleConfig, size: &Size) -> Resu
     // The first round fills the cache and is not counted.
     for round in 0..=size.rounds {
         for turn in 0..arms.len() {
-            let at = if round % 2 == 0 { turn } else { arms.len() - 1 - turn };
+            // Each position comes after each other one as often as before it.
+            let at = (turn * (1 + round % (arms.len() - 1)) + round) % arms.len();
             let (_, _, engine, runs) = &mut arms[at];
             let stats = generate(engine, size)?;
             if round > 0 {

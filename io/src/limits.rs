@@ -73,6 +73,8 @@ pub const UNKNOWN_CALLS_MAX: usize = 2;
 /// Requests that a drive has in hand at most with one of a guess among them: with a single one it would be idle until
 /// the next is handed out.
 pub const LOOKAHEAD_CALLS: usize = 2;
+/// Or more, where they are small.
+pub const LOOKAHEAD_BYTES: u64 = RING_CHUNK_BYTES as u64;
 /// And a single one where what it has takes longer than this: no request is handed out as late as that.
 pub const LOOKAHEAD_NS: u64 = 2_000_000;
 /// A drive that was left out for being slow is asked again after so many times as long as a request takes it.
@@ -97,6 +99,7 @@ const _: () = assert!(SLAB_BYTES_MAX <= u32::MAX as usize && SLAB_BYTES_MAX as u
 const _: () = assert!(AGAIN_MAX < ATTEMPTS_MAX && DAMAGE_RETRIES_MAX < ATTEMPTS_MAX && SAME_END_MAX < ATTEMPTS_MAX);
 const _: () = assert!(DRIVES_MAX > 1 && STRIPE_BYTES >= CHUNK_BYTES_MIN && STRIPE_BYTES >= SECTOR_BYTES_MAX);
 const _: () = assert!(RATE_WINDOW_NS < PROBE_PAUSE_NS_MAX && PROBE_PAUSES > 1 && STALL_TIMES > 1);
+const _: () = assert!(LOOKAHEAD_CALLS >= 2 && LOOKAHEAD_NS < STALL_NS_MIN && LOOKAHEAD_BYTES < DEPTH_BYTES_MIN);
 const _: () = assert!(BACKOFF_NS_MIN < BACKOFF_NS_MAX);
 const _: () = assert!(RING_ENTRIES_MIN <= RING_ENTRIES && RING_ENTRIES <= RING_ENTRIES_MAX);
 const _: () = assert!(QUEUE_READS <= QUEUE_READS_MAX && READER_THREADS <= READER_THREADS_MAX);

@@ -246,11 +246,11 @@ pub struct ExpertStats {
     pub prefetch_used: u64,
     /// Of those, still being read when they were asked for; they are counted as missed too.
     pub prefetch_late: u64,
-    /// Of those issued, taken back before their read began.
+    /// Of those issued, taken back before they were read, or before they were wholly read.
     pub prefetch_cancelled: u64,
     /// Of those issued, read and not asked for by the layer they were for.
     pub prefetch_wasted: u64,
-    /// Bytes that took.
+    /// Bytes read for those, and for guesses that were taken back half read.
     pub prefetch_wasted_bytes: u64,
     /// Share of the experts that tokens chose that had been guessed one layer before, whatever was in the cache; none when
     /// nothing was guessed.

@@ -13,8 +13,8 @@ use crate::device::Priority;
 use crate::device::schedule::RequestCap;
 use crate::drive::{DriveSet, DriveStats};
 use crate::limits::{
-    LOOKAHEAD_CALLS, LOOKAHEAD_NS, PROBE_PAUSE_NS_MAX, PROBE_PAUSES, RATE_WINDOW_NS, STALL_NS_MIN, STALL_TIMES,
-    UNKNOWN_CALLS_MAX,
+    LOOKAHEAD_BYTES, LOOKAHEAD_CALLS, LOOKAHEAD_NS, PROBE_PAUSE_NS_MAX, PROBE_PAUSES, RATE_WINDOW_NS, STALL_NS_MIN,
+    STALL_TIMES, UNKNOWN_CALLS_MAX,
 };
 
 /// What each drive has in hand, how fast it is, and how much more it may be given.
@@ -106,8 +106,10 @@ impl Router {
         let lane = &self.lanes[drive];
         let calls_max = match priority {
             Priority::Demand => self.calls_max,
-            Priority::Lookahead if lane.is_through_within(LOOKAHEAD_NS) => self.calls_max.min(LOOKAHEAD_CALLS),
-            Priority::Lookahead => 1,
+            Priority::Lookahead if !lane.is_through_within(LOOKAHEAD_NS) => 1,
+            // However small requests are made: small ones are no more in hand than large ones would be.
+            Priority::Lookahead if lane.bytes_out + u64::from(len) <= LOOKAHEAD_BYTES => self.calls_max,
+            Priority::Lookahead => self.calls_max.min(LOOKAHEAD_CALLS),
         };
         let queue = |cap: RequestCap| lane.requests_out + cap.taken_by(len) <= cap.requests;
         let room = lane.bytes_out + u64::from(len) <= self.depth_bytes && lane.cap.is_none_or(queue);

@@ -464,7 +464,9 @@ impl Schedule {
         record.not_before_ns = not_before_ns;
         let (slot, at) = (record.slot, record.chunk.at);
         let failure = self.slots[slot as usize].as_ref().and_then(|active| active.failure.as_ref());
-        if self.stopping || failure.is_some_and(|(failed_at, _)| *failed_at < at) {
+        // What follows a failure is of no use to anybody, and nothing is of a read that was cut short.
+        let useless = |(failed_at, error): &(u32, IoError)| *failed_at < at || *error == IoError::Cancelled;
+        if self.stopping || failure.is_some_and(useless) {
             self.release(op, now_ns);
         } else {
             self.again.push(op);

@@ -280,18 +280,26 @@ impl Drive {
         loop {
             while self.served < self.cfg.parallelism && self.serve_next() {}
             let ends = self.entries.iter().enumerate().filter_map(|(i, entry)| Some((entry.as_ref()?.end_ns()?, i)));
-            match ends.min() {
-                Some((end_ns, entry)) if end_ns <= now_ns => self.end(entry, end_ns),
+            let end = ends.min();
+            let guess_ns = self.guess_ns().filter(|at| *at > self.clock_ns && end.is_none_or(|(end, _)| *at < end));
+            match (guess_ns, end) {
+                (Some(at), _) if at <= now_ns => self.tick(at),
+                (None, Some((end_ns, entry))) if end_ns <= now_ns => self.end(entry, end_ns),
                 _ => break,
             }
         }
         self.tick(now_ns);
     }
 
+    /// From when on a guess may be begun beside what is being served: when that is nearly done.
+    fn guess_ns(&self) -> Option<u64> {
+        let waits = self.waiting > 0 && self.served < LOOKAHEAD_CALLS.min(self.cfg.parallelism);
+        waits.then(|| self.free_at_ns.saturating_sub(LOOKAHEAD_NS))
+    }
+
     /// Begins the waiting read whose turn it is.
     fn serve_next(&mut self) -> bool {
-        let in_hand_ns = self.free_at_ns.saturating_sub(self.clock_ns);
-        let may_guess = self.served == 0 || (self.served < LOOKAHEAD_CALLS && in_hand_ns <= LOOKAHEAD_NS);
+        let may_guess = self.served == 0 || self.guess_ns().is_some_and(|at| at <= self.clock_ns);
         let waiting = self.entries.iter_mut().flatten().filter(|entry| entry.phase == Phase::Waiting);
         let next = waiting.min_by_key(|entry| (entry.priority, entry.order));
         let Some(entry) = next.filter(|entry| entry.priority == Priority::Demand || may_guess) else { return false };
@@ -493,13 +501,15 @@ mod tests {
         }
         submit(&mut drive, &pool, 8, Priority::Lookahead, 0);
         submit(&mut drive, &pool, 9, Priority::Lookahead, 0);
-        // The first is begun when the last of four is left, after 9 ms, and the second beside it after 11.
-        submit(&mut drive, &pool, 7, Priority::Demand, 10 * MS);
+        submit(&mut drive, &pool, 6, Priority::Lookahead, 0);
+        // The first is begun beside the last of four, which is 2 ms from its end after 9 ms, and ends after 14. The second is
+        // begun beside it 2 ms before that, after 12, and ends after 17. A demand at 13 overtakes the third only.
+        submit(&mut drive, &pool, 7, Priority::Demand, 13 * MS);
         assert_eq!(drive.cancel_lookahead(), 1);
-        drive.advance(10 * MS);
+        drive.advance(13 * MS);
         let over: Vec<_> = std::iter::from_fn(|| drive.take_done()).map(|done| done.tag).collect();
-        assert_eq!(over, [9, 0, 1, 2]);
-        assert_eq!(done(&mut drive, 100 * MS), [(3, 11), (8, 14), (7, 6)]);
+        assert_eq!(over, [6, 0, 1, 2, 3]);
+        assert_eq!(done(&mut drive, 100 * MS), [(8, 14), (9, 17), (7, 6)]);
     }
 
     #[test]

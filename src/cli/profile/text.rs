@@ -196,8 +196,8 @@ pub fn ahead(experts: &ExpertStats) -> String {
     let share =
         |share: Option<f64>| share.map_or_else(|| UNKNOWN.to_owned(), |share| format!("{:.1} %", 100.0 * share));
     format!(
-        "{} read ahead, {} of them used, {} wasted ({}); {} of what was asked for was guessed ({} was what the token \
-         before had asked for), and {} of the guesses were right",
+        "{} read ahead, {} of them used, {} wasted, {} read for nothing; {} of what was asked for was guessed ({} was what \
+         the token before had asked for), and {} of the guesses were right",
         size::grouped(experts.prefetch_issued),
         size::grouped(experts.prefetch_used),
         size::grouped(experts.prefetch_wasted),
