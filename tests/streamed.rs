@@ -208,7 +208,7 @@ fn what_is_pinned_is_read_once() {
     // Half of the slabs: the history is long.
     assert_eq!(engine.store().pinned(), 10);
     let hottest = |engine: &Engine| {
-        let usage = engine.store().usage().to_vec();
+        let usage = engine.store().usage();
         let mut keys: Vec<usize> = (0..usage.len()).collect();
         keys.sort_unstable_by_key(|&key| std::cmp::Reverse(usage[key]));
         keys.truncate(10);

@@ -9,7 +9,7 @@ use crate::arena::{Arena, ArenaReport, Pages};
 use crate::error::{Errno, IoError};
 use crate::limits::{PAGE_BYTES, SLAB_BYTES_MAX};
 
-/// Fixed slabs of one arena. Clones share it.
+/// Fixed slabs of one arena, of one size or of several. Clones share it.
 #[derive(Clone)]
 pub struct SlabPool {
     inner: Arc<PoolInner>,
@@ -17,10 +17,21 @@ pub struct SlabPool {
 
 struct PoolInner {
     arena: Arena,
+    sizes: Vec<Size>,
+    slabs: usize,
+    /// Of each size.
+    free: Mutex<Vec<Vec<u32>>>,
+}
+
+/// Slabs of one size, side by side.
+#[derive(Clone, Copy, Debug)]
+struct Size {
     slab_bytes: usize,
     stride: usize,
     slabs: usize,
-    free: Mutex<Vec<u32>>,
+    /// Position in the pool of the first of them, and its place in the arena.
+    first: usize,
+    start: usize,
 }
 
 impl SlabPool {
@@ -39,16 +50,39 @@ impl SlabPool {
     /// # Errors
     /// As [`SlabPool::new`], and [`IoError::Refused`] where reserved pages are asked for and too few are free.
     pub fn with_pages(slab_bytes: usize, slabs: usize, pages: Pages) -> Result<SlabPool, IoError> {
-        if slab_bytes == 0 || slab_bytes > SLAB_BYTES_MAX || slabs == 0 || slabs > u32::MAX as usize {
-            let what = format!("{slabs} slabs of {slab_bytes} bytes; a slab has 1 to {SLAB_BYTES_MAX}");
-            return Err(IoError::BadRequest { what });
+        SlabPool::with_sizes(&[(slab_bytes, slabs)], pages)
+    }
+
+    /// One arena of slabs of several sizes, each given as its bytes and how many there are. What is said of the pool's
+    /// slab without naming a size is said of the first.
+    ///
+    /// # Errors
+    /// As [`SlabPool::new`], for any of the sizes, or none.
+    pub fn of_sizes(sizes: &[(usize, usize)]) -> Result<SlabPool, IoError> {
+        SlabPool::with_sizes(sizes, Pages::Auto)
+    }
+
+    fn with_sizes(asked: &[(usize, usize)], pages: Pages) -> Result<SlabPool, IoError> {
+        let too_much = || IoError::Memory { bytes: u64::MAX, errno: Errno(libc::ENOMEM) };
+        let (mut sizes, mut slabs, mut bytes) = (Vec::with_capacity(asked.len()), 0usize, 0usize);
+        for &(slab_bytes, count) in asked {
+            if slab_bytes == 0 || slab_bytes > SLAB_BYTES_MAX || count == 0 || count > u32::MAX as usize - slabs {
+                let what = format!("{count} slabs of {slab_bytes} bytes; a slab has 1 to {SLAB_BYTES_MAX}");
+                return Err(IoError::BadRequest { what });
+            }
+            let stride = SlabPool::stride_bytes(slab_bytes);
+            sizes.push(Size { slab_bytes, stride, slabs: count, first: slabs, start: bytes });
+            slabs += count;
+            bytes = stride.checked_mul(count).and_then(|all| all.checked_add(bytes)).ok_or_else(too_much)?;
         }
-        let stride = SlabPool::stride_bytes(slab_bytes);
-        let bytes = stride.checked_mul(slabs).ok_or(IoError::Memory { bytes: u64::MAX, errno: Errno(libc::ENOMEM) })?;
+        if sizes.is_empty() {
+            return Err(IoError::BadRequest { what: "a pool of no slab".to_owned() });
+        }
         let arena = Arena::with_pages(bytes, pages)?;
         // Popped from the end: the lowest index goes out first.
-        let free = Mutex::new((0..slabs as u32).rev().collect());
-        Ok(SlabPool { inner: Arc::new(PoolInner { arena, slab_bytes, stride, slabs, free }) })
+        let free = sizes.iter().map(|size| (size.first as u32..(size.first + size.slabs) as u32).rev().collect());
+        let free = Mutex::new(free.collect());
+        Ok(SlabPool { inner: Arc::new(PoolInner { arena, sizes, slabs, free }) })
     }
 
     /// Distance between slabs of `slab_bytes`: what one takes of the arena. A slab whose size is a multiple of what its
@@ -59,13 +93,18 @@ impl SlabPool {
 
     /// A free slab, with whatever bytes its last user left; `None` while all are out.
     pub fn take(&self) -> Option<Slab> {
-        let index = self.inner.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
-        Some(Slab { pool: Arc::clone(&self.inner), index })
+        self.take_of(0)
+    }
+
+    /// A free slab of the size at this position among the sizes the pool was made of.
+    pub fn take_of(&self, size: usize) -> Option<Slab> {
+        let index = self.inner.free.lock().unwrap_or_else(PoisonError::into_inner)[size].pop()?;
+        Some(Slab { pool: Arc::clone(&self.inner), size: size as u32, index })
     }
 
     /// Bytes of a slab.
     pub fn slab_bytes(&self) -> usize {
-        self.inner.slab_bytes
+        self.inner.sizes[0].slab_bytes
     }
 
     /// Slabs, free or not.
@@ -73,9 +112,14 @@ impl SlabPool {
         self.inner.slabs
     }
 
+    /// Slabs of the size at this position among the sizes the pool was made of.
+    pub fn slabs_of(&self, size: usize) -> usize {
+        self.inner.sizes[size].slabs
+    }
+
     /// Slabs free now.
     pub fn free(&self) -> usize {
-        self.inner.free.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.inner.free.lock().unwrap_or_else(PoisonError::into_inner).iter().map(Vec::len).sum()
     }
 
     /// Which pages back the slabs.
@@ -83,9 +127,9 @@ impl SlabPool {
         self.inner.arena.report()
     }
 
-    /// Distance between slabs.
-    pub(crate) fn stride(&self) -> usize {
-        self.inner.stride
+    /// For each size the distance between its slabs and how many there are, in the order in which they lie.
+    pub(crate) fn strides(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.inner.sizes.iter().map(|size| (size.stride, size.slabs))
     }
 
     /// First byte of the arena, for registration with the kernel.
@@ -101,14 +145,15 @@ impl SlabPool {
 
 impl fmt::Debug for SlabPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let PoolInner { slab_bytes, slabs, .. } = &*self.inner;
-        f.debug_struct("SlabPool").field("slab_bytes", slab_bytes).field("slabs", slabs).finish_non_exhaustive()
+        let sizes = self.inner.sizes.iter().map(|size| (size.slab_bytes, size.slabs));
+        f.debug_struct("SlabPool").field("sizes", &sizes.collect::<Vec<_>>()).finish_non_exhaustive()
     }
 }
 
 /// One slab, owned: whoever holds it is its only user. Dropping it gives it back to its pool.
 pub struct Slab {
     pool: Arc<PoolInner>,
+    size: u32,
     index: u32,
 }
 
@@ -117,13 +162,13 @@ impl Slab {
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the slab's range is inside the arena, initialised, kept mapped by `pool`, and this value is the only
         // handle to it: the index left the free list once. A device that lets the kernel write owns the `Slab`.
-        unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.pool.slab_bytes) }
+        unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.size().slab_bytes) }
     }
 
     /// The bytes, writable.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as `bytes`, and `&mut self` makes this the only view.
-        unsafe { std::slice::from_raw_parts_mut(self.start().as_ptr(), self.pool.slab_bytes) }
+        unsafe { std::slice::from_raw_parts_mut(self.start().as_ptr(), self.size().slab_bytes) }
     }
 
     /// Position in the pool, `0..slabs`.
@@ -134,20 +179,26 @@ impl Slab {
     /// Address of `at`, for a device that owns this slab to let the kernel write `len` bytes there.
     pub(crate) fn address(&self, at: u32, len: u32) -> NonNull<u8> {
         let end = at as usize + len as usize;
-        assert!(end <= self.pool.slab_bytes, "{at} + {len} bytes in a slab of {}", self.pool.slab_bytes);
+        assert!(end <= self.size().slab_bytes, "{at} + {len} bytes in a slab of {}", self.size().slab_bytes);
         // SAFETY: `at` is inside the slab, by the assertion.
         unsafe { self.start().add(at as usize) }
     }
 
+    fn size(&self) -> &Size {
+        &self.pool.sizes[self.size as usize]
+    }
+
     fn start(&self) -> NonNull<u8> {
-        // SAFETY: `index < slabs`, and the arena holds `slabs * stride` bytes.
-        unsafe { self.pool.arena.base().add(self.index as usize * self.pool.stride) }
+        let Size { stride, first, start, .. } = *self.size();
+        // SAFETY: `index` is one of the `slabs` slabs of this size from `first` on, and the arena holds `slabs * stride`
+        // bytes for them from `start` on.
+        unsafe { self.pool.arena.base().add(start + (self.index as usize - first) * stride) }
     }
 }
 
 impl Drop for Slab {
     fn drop(&mut self) {
-        self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.index);
+        self.pool.free.lock().unwrap_or_else(PoisonError::into_inner)[self.size as usize].push(self.index);
     }
 }
 
@@ -188,6 +239,32 @@ mod tests {
             assert_eq!(pool.take().unwrap().index(), last);
             drop(taken);
             assert_eq!(pool.free(), slabs);
+        }
+    }
+
+    #[test]
+    fn slabs_of_several_sizes_share_an_arena_and_each_comes_back_to_its_own() {
+        let pool = SlabPool::of_sizes(&[(5000, 3), (9000, 2), (4096, 4)]).unwrap();
+        assert_eq!((pool.slabs(), pool.free(), pool.slab_bytes()), (9, 9, 5000));
+        let base = pool.base().as_ptr() as usize;
+        // Whole pages: three of two, two of three, four of one.
+        let expected = [(0, 5000, 0), (1, 5000, 8192), (2, 5000, 16384), (3, 9000, 24576), (4, 9000, 36864)]
+            .into_iter()
+            .chain((0..4).map(|i| (5 + i, 4096, 49152 + i * 4096)));
+        let mut taken: Vec<Slab> =
+            (0..3).flat_map(|size| std::iter::from_fn(|| pool.take_of(size)).collect::<Vec<_>>()).collect();
+        let seen = taken.iter().map(|slab| (slab.index(), slab.bytes().len(), slab.bytes().as_ptr() as usize - base));
+        assert_eq!(seen.collect::<Vec<_>>(), expected.collect::<Vec<_>>());
+        for slab in &mut taken {
+            let mark = slab.index() as u8 + 1;
+            slab.bytes_mut().fill(mark);
+        }
+        assert!(taken.iter().all(|slab| slab.bytes().iter().all(|byte| *byte == slab.index() as u8 + 1)));
+        drop(taken.remove(3));
+        assert!(pool.take_of(0).is_none() && pool.take_of(2).is_none());
+        assert_eq!(pool.take_of(1).map(|slab| slab.index()), Some(3));
+        for bad in [&[][..], &[(4096, 1), (0, 1)], &[(4096, 1), (4096, 0)], &[(4096, u32::MAX as usize), (4096, 1)]] {
+            assert!(matches!(SlabPool::of_sizes(bad), Err(IoError::BadRequest { .. })), "{bad:?}");
         }
     }
 

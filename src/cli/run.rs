@@ -67,7 +67,7 @@ pub fn perform(
     let outcome = generate(&mut engine, &job, &interrupted, &mut printer, args.quiet, witness);
     printer.finish();
     // Also of a run that was interrupted or failed: what was chosen was chosen.
-    usage.update(engine.store().usage()).iter().for_each(|line| render::note(args.quiet, line));
+    usage.update(&engine.store().usage()).iter().for_each(|line| render::note(args.quiet, line));
     if let Some(error) = printer.failed() {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
             return Ok(Done::PipeClosed);

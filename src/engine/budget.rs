@@ -26,14 +26,24 @@ pub struct Budget {
     pub activations: u64,
     /// What the kernel's page cache is left; 0 where reads go around it.
     pub page_cache: u64,
-    /// Distance between slabs.
-    pub slab: u64,
-    /// Slabs of the expert pool.
-    pub slabs: u64,
-    /// Distance between slabs of the MTP layer's experts, which are wider than the others; 0 where it is not loaded.
-    pub mtp_slab: u64,
-    /// Slabs of theirs.
-    pub mtp_slabs: u64,
+    /// Slabs of the expert pool, by their size, in the order in which they were asked for.
+    pub slabs: Vec<Slabs>,
+}
+
+/// Slabs of one size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slabs {
+    /// Distance between two of them.
+    pub bytes: u64,
+    /// How many there are; in a [`Demand`], how many experts they are for: more are of no use.
+    pub count: u64,
+}
+
+impl Slabs {
+    /// Bytes of all.
+    fn all(&self) -> u64 {
+        self.bytes * self.count
+    }
 }
 
 /// A model that does not fit.
@@ -61,7 +71,7 @@ impl TooSmall {
 
 /// What the budget is computed from.
 #[derive(Clone, Copy, Debug)]
-pub struct Demand {
+pub struct Demand<'a> {
     /// Bytes the user allows; `None` for a share of `available`.
     pub ram: Option<u64>,
     /// Bytes the machine and its control group have left.
@@ -76,27 +86,41 @@ pub struct Demand {
     pub activations: u64,
     /// Bytes of the files that are read through the page cache and stay in it.
     pub buffered: u64,
-    /// Distance between slabs, above 0: every model has routed experts.
-    pub slab: u64,
-    /// Experts of the model: more slabs than this are of no use.
-    pub experts: u64,
-    /// Distance between slabs of the MTP layer's experts; 0 where it is not loaded.
-    pub mtp_slab: u64,
-    /// Experts of the MTP layer.
-    pub mtp_experts: u64,
+    /// A slab for every expert: every model has some, and all sizes are above 0.
+    pub experts: &'a [Slabs],
 }
 
-impl Demand {
-    /// Slabs of the MTP layer out of `pools` bytes for all slabs: of its experts it may keep the same part as the other
-    /// layers of theirs.
-    fn mtp_share(&self, pools: u64) -> u64 {
-        let (mtp, others) = (self.mtp_slab * self.mtp_experts, self.slab * self.experts);
-        if mtp == 0 {
-            return 0;
+impl Demand<'_> {
+    /// The budget with so many slabs of each size, as far as there are experts for them; its total is what that takes.
+    fn with_slabs(&self, count: u64) -> Budget {
+        let budget = Budget {
+            total: 0,
+            resident: self.resident,
+            kv: self.kv,
+            reconstruction: self.reconstruction,
+            activations: self.activations,
+            page_cache: 0,
+            slabs: self.experts.iter().map(|all| Slabs { count: count.min(all.count), ..*all }).collect(),
+        };
+        Budget { total: budget.fixed() + budget.experts(), ..budget }
+    }
+
+    /// Divides `pool` bytes, enough for the least, among the sizes: every layer may keep the same part of its experts.
+    fn share(&self, pool: u64) -> Vec<Slabs> {
+        let (mut left, mut wanted) = (pool, self.experts.iter().map(|all| u128::from(all.all())).sum::<u128>());
+        let mut slabs = Vec::with_capacity(self.experts.len());
+        // The first size, which takes most, comes last: it gets what rounding left.
+        for (position, all) in self.experts.iter().enumerate().rev() {
+            let least_of_others: u64 =
+                self.experts[..position].iter().map(|other| other.bytes * MIN_SLABS as u64).sum();
+            let share = (u128::from(left) * u128::from(all.all()) / wanted.max(1)) as u64;
+            let count = (share.min(left - least_of_others) / all.bytes).clamp(MIN_SLABS as u64, all.count);
+            slabs.push(Slabs { count, ..*all });
+            left -= count * all.bytes;
+            wanted -= u128::from(all.all());
         }
-        let share = u128::from(pools) * u128::from(mtp) / u128::from(mtp + others);
-        // No more than `pools`, so that it fits.
-        (share as u64 / self.mtp_slab).clamp(MIN_SLABS as u64, self.mtp_experts)
+        slabs.reverse();
+        slabs
     }
 }
 
@@ -104,45 +128,18 @@ impl Budget {
     /// Gives the expert pool what is left of the total after everything else.
     pub fn divide(d: &Demand) -> Result<Budget, TooSmall> {
         let total = d.ram.unwrap_or(d.available / 100 * DEFAULT_SHARE_PERCENT);
-        let least = Budget {
-            total,
-            resident: d.resident,
-            kv: d.kv,
-            reconstruction: d.reconstruction,
-            activations: d.activations,
-            page_cache: 0,
-            slab: d.slab,
-            slabs: MIN_SLABS as u64,
-            mtp_slab: d.mtp_slab,
-            mtp_slabs: d.mtp_experts.min(MIN_SLABS as u64),
+        let least = d.with_slabs(MIN_SLABS as u64);
+        let Some(spare) = total.checked_sub(least.total) else {
+            return Err(TooSmall { least: Budget { total, ..least }, by_user: d.ram.is_some() });
         };
-        if total < least.fixed() + least.experts() {
-            return Err(TooSmall { least, by_user: d.ram.is_some() });
-        }
-        let spare = total - least.fixed() - least.experts();
         let page_cache = PAGE_CACHE_RESERVE_BYTES.min(d.buffered).min(spare / 2);
-        let pools = total - least.fixed() - page_cache;
-        let mtp_slabs = d.mtp_share(pools);
-        let slabs = ((pools - d.mtp_slab * mtp_slabs) / d.slab).min(d.experts);
-        Ok(Budget { page_cache, slabs, mtp_slabs, ..least })
+        let slabs = d.share(total - least.fixed() - page_cache);
+        Ok(Budget { total, page_cache, slabs, ..least })
     }
 
-    /// As many slabs as `slabs`, whatever they take, and as many for the MTP layer, as far as it has experts.
+    /// As many slabs of each size as `slabs`, whatever they take, as far as there are experts for them.
     pub fn of_slabs(d: &Demand, slabs: u64) -> Budget {
-        let (slabs, mtp_slabs) = (slabs.min(d.experts), slabs.min(d.mtp_experts));
-        let budget = Budget {
-            total: 0,
-            resident: d.resident,
-            kv: d.kv,
-            reconstruction: d.reconstruction,
-            activations: d.activations,
-            page_cache: 0,
-            slab: d.slab,
-            slabs,
-            mtp_slab: d.mtp_slab,
-            mtp_slabs,
-        };
-        Budget { total: budget.fixed() + budget.experts(), ..budget }
+        d.with_slabs(slabs)
     }
 
     /// Bytes of everything but the expert pool.
@@ -152,7 +149,12 @@ impl Budget {
 
     /// Bytes of all slabs.
     pub fn experts(&self) -> u64 {
-        self.slab * self.slabs + self.mtp_slab * self.mtp_slabs
+        self.slabs.iter().map(Slabs::all).sum()
+    }
+
+    /// Slabs of all sizes: experts that can be in memory.
+    pub fn slots(&self) -> u64 {
+        self.slabs.iter().map(|slabs| slabs.count).sum()
     }
 
     /// The terms of the sum.
@@ -161,20 +163,18 @@ impl Budget {
             0 => String::new(),
             bytes => format!("{} page cache + ", shown(bytes)),
         };
-        let slabs =
-            |count: u64, slab: u64| format!("{count} slab{} of {}", if count == 1 { "" } else { "s" }, shown(slab));
-        let mtp = match self.mtp_slabs {
-            0 => String::new(),
-            count => format!(", {} for the MTP layer", slabs(count, self.mtp_slab)),
+        let slabs = |Slabs { bytes, count }: &Slabs| {
+            format!("{count} slab{} of {}", if *count == 1 { "" } else { "s" }, shown(*bytes))
         };
+        let slabs: Vec<String> = self.slabs.iter().map(slabs).collect();
         format!(
-            "{} resident + {} KV + {} attention + {} activations + {page_cache}{} experts ({}{mtp})",
+            "{} resident + {} KV + {} attention + {} activations + {page_cache}{} experts ({})",
             shown(self.resident),
             shown(self.kv),
             shown(self.reconstruction),
             shown(self.activations),
             shown(self.experts()),
-            slabs(self.slabs, self.slab),
+            slabs.join(", "),
         )
     }
 }
@@ -207,21 +207,26 @@ mod tests {
         reconstruction: 0,
         activations: 100,
         buffered: 0,
-        slab: 20,
-        experts: 1000,
-        mtp_slab: 0,
-        mtp_experts: 0,
+        experts: &[Slabs { bytes: 20, count: 1000 }],
     };
+
+    fn slabs(bytes: u64, count: u64) -> Slabs {
+        Slabs { bytes, count }
+    }
+
+    fn counts(budget: &Budget) -> Vec<u64> {
+        budget.slabs.iter().map(|slabs| slabs.count).collect()
+    }
 
     #[test]
     fn experts_get_what_is_left() {
         let b = Budget::divide(&DEMAND).unwrap();
-        assert_eq!((b.slabs, b.experts()), (20, 400));
+        assert_eq!((b.slots(), b.experts()), (20, 400));
     }
 
     #[test]
     fn more_slabs_than_experts_are_not_taken() {
-        assert_eq!(Budget::divide(&Demand { experts: 7, ..DEMAND }).unwrap().slabs, 7);
+        assert_eq!(Budget::divide(&Demand { experts: &[slabs(20, 7)], ..DEMAND }).unwrap().slots(), 7);
     }
 
     #[test]
@@ -231,41 +236,47 @@ mod tests {
 
     #[test]
     fn a_page_cache_that_is_used_is_left_something() {
-        let divided = |demand: Demand| Budget::divide(&demand).map(|b| (b.page_cache, b.slabs));
+        let divided = |demand: Demand| Budget::divide(&demand).map(|b| (b.page_cache, b.slots()));
         // Files smaller than the reserve need no more than they are. Of 400 left for experts one takes 20 in any case.
         assert_eq!(divided(Demand { buffered: 40, ..DEMAND }), Ok((40, 18)));
         assert_eq!(divided(Demand { buffered: 9000, ..DEMAND }), Ok((190, 10)));
         assert_eq!(divided(Demand { buffered: 9000, ram: Some(620), ..DEMAND }), Ok((0, 1)));
-        let large = Demand { ram: Some(40_000_000_000), buffered: 372_000_000_000, slab: 1_000_000_000, ..DEMAND };
+        let experts = &[slabs(1_000_000_000, 1000)];
+        let large = Demand { ram: Some(40_000_000_000), buffered: 372_000_000_000, experts, ..DEMAND };
         assert_eq!(divided(large), Ok((2_500_000_000, 37)));
     }
 
     #[test]
-    fn the_mtp_layer_keeps_the_same_part_of_its_experts_and_doubles_nothing_else() {
+    fn layers_of_wider_experts_keep_the_same_part_of_them_and_double_nothing_else() {
         // Of 1,000 experts of 20 and 100 of 40, 24,000 in all, 400 are had for: a sixtieth.
-        let demand = Demand { mtp_slab: 40, mtp_experts: 100, ..DEMAND };
+        let demand = Demand { experts: &[slabs(20, 1000), slabs(40, 100)], ..DEMAND };
         let b = Budget::divide(&demand).unwrap();
-        assert_eq!((b.slabs, b.mtp_slabs, b.experts()), (18, 1, 400));
+        assert_eq!((counts(&b), b.experts()), (vec![18, 1], 400));
         let half = Budget::divide(&Demand { ram: Some(12_600), ..demand }).unwrap();
-        assert_eq!((half.slabs, half.mtp_slabs), (500, 50));
+        assert_eq!(counts(&half), [500, 50]);
         let all = Budget::divide(&Demand { ram: Some(50_000), ..demand }).unwrap();
-        assert_eq!((all.slabs, all.mtp_slabs), (1000, 100));
+        assert_eq!(counts(&all), [1000, 100]);
         let refused = Budget::divide(&Demand { ram: Some(659), ..demand }).unwrap_err();
         assert_eq!(refused.needed(), 660, "one slab of each");
         assert!(Budget::divide(&Demand { ram: Some(660), ..demand }).is_ok());
-        assert!(b.to_string().contains("(18 slabs of 0.00 MB, 1 slab of 0.00 MB for the MTP layer)"), "{b}");
+        assert!(b.to_string().contains("experts (18 slabs of 0.00 MB, 1 slab of 0.00 MB)"), "{b}");
         let counted = Budget::of_slabs(&demand, 7);
-        assert_eq!((counted.slabs, counted.mtp_slabs, counted.total), (7, 7, 600 + 7 * 20 + 7 * 40));
+        assert_eq!((counts(&counted), counted.total), (vec![7, 7], 600 + 7 * 20 + 7 * 40));
+        assert_eq!(counts(&Budget::of_slabs(&demand, 700)), [700, 100]);
     }
 
     #[test]
-    fn whatever_is_divided_fits() {
-        for (experts, mtp_experts) in [(1, 1), (3, 3), (256, 256), (19_200, 256)] {
-            for (slab, mtp_slab) in [(7, 7), (7, 14), (100, 205), (14, 7)] {
-                let demand = Demand { slab, experts, mtp_slab, mtp_experts, ..DEMAND };
-                for spare in slab + mtp_slab..slab + mtp_slab + 3000 {
+    fn whatever_is_divided_fits_and_leaves_no_room_for_one_more_of_the_usual() {
+        for (usual, wide) in [(1, 1), (3, 3), (256, 256), (19_200, 256)] {
+            for (bytes, wide_bytes) in [(7, 7), (7, 14), (100, 205), (14, 7)] {
+                let experts = [slabs(bytes, usual), slabs(wide_bytes, wide), slabs(3, 2)];
+                let demand = Demand { experts: &experts, ..DEMAND };
+                let least = bytes + wide_bytes + 3;
+                for spare in least..least + 3000 {
                     let b = Budget::divide(&Demand { ram: Some(600 + spare), ..demand }).unwrap();
-                    assert!(b.slabs > 0 && b.mtp_slabs > 0 && b.experts() <= spare, "{demand:?}: {b:?}");
+                    assert!(b.slabs.iter().all(|slabs| slabs.count > 0) && b.experts() <= spare, "{demand:?}: {b:?}");
+                    let full = b.slabs[0].count == usual;
+                    assert!(full || spare - b.experts() < bytes, "{demand:?}: {b:?}");
                 }
             }
         }
@@ -275,7 +286,7 @@ mod tests {
     fn too_small_says_what_is_needed() {
         let refused = Budget::divide(&Demand { ram: Some(619), ..DEMAND }).unwrap_err();
         assert_eq!((refused.needed(), refused.least.total, refused.by_user), (620, 619, true));
-        assert_eq!(Budget::divide(&Demand { ram: Some(620), ..DEMAND }).unwrap().slabs, 1);
+        assert_eq!(Budget::divide(&Demand { ram: Some(620), ..DEMAND }).unwrap().slots(), 1);
         let refused = Budget::divide(&Demand { ram: None, available: 700, ..DEMAND }).unwrap_err();
         assert_eq!((refused.needed(), refused.least.total, refused.by_user), (620, 595, false));
     }
@@ -288,7 +299,7 @@ mod tests {
             kv: 246_000,
             reconstruction: 12_000,
             activations: 2_990_000,
-            slab: 6_543_210,
+            experts: &[slabs(6_543_210, 1000)],
             ..DEMAND
         };
         assert_eq!(

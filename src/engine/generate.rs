@@ -156,17 +156,14 @@ impl Engine {
             hidden.extend_from_slice(self.state.final_hidden(chunk.len(), width));
         }
         self.kv.truncate(0);
-        let Engine { model, drafting: Some(experts), state, meter, prefill_rows, .. } = self else {
-            return Err(EngineError::NoMtp);
-        };
+        let Engine { model, experts, state, meter, prefill_rows, .. } = self;
         let mut kv = KvCache::for_mtp(&model.arch, tokens.len(), model.sparse);
         let mut scores = Vec::with_capacity(tokens.len() * model.arch.vocab);
         for (next, hidden) in tokens[1..].chunks(*prefill_rows).zip(hidden.chunks(*prefill_rows * width)) {
             forward::mtp_step(model, experts, &mut kv, state, meter, next, &hidden[..next.len() * width])?;
             scores.extend_from_slice(state.logits());
         }
-        experts.store.drop_guesses();
-        experts.store.confirm().map_err(ForwardError::Store)?;
+        self.end_reads()?;
         Ok(scores)
     }
 

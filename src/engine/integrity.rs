@@ -15,30 +15,27 @@ use crate::store::{Checks, ExpertKey, ExpertTable};
 /// Slabs of the check of resident weights: enough that one is read while another is hashed, on any budget.
 const SLABS: usize = 2;
 
-/// The checks of the reads of each of `tables`, and a line where an explicit wish cannot be met. Where every read is to be
-/// checked, the resident weights are checked here, before they are loaded.
-pub(super) fn prepare<'a>(
+/// The checks of the reads of the experts in `table`, and a line where an explicit wish cannot be met. Where every read is
+/// to be checked, the resident weights are checked here, before they are loaded.
+pub(super) fn prepare(
     config: &EngineConfig,
     checkpoint: &Checkpoint,
     files: &Arc<FileSet>,
-    tables: impl Iterator<Item = &'a ExpertTable> + Clone,
+    table: &ExpertTable,
     device: OpenDevice,
-) -> Result<(Vec<Checks>, Option<String>), EngineError> {
-    let off = || tables.clone().map(|_| Checks::off()).collect();
+) -> Result<(Checks, Option<String>), EngineError> {
     if config.verify == Verify::Off {
-        return Ok((off(), None));
+        return Ok((Checks::off(), None));
     }
     let manifest = Manifest::read(checkpoint)?;
     if manifest.is_empty() {
         let note = "the model has no checksums, so nothing is verified: millstream convert writes them";
-        return Ok((off(), (config.verify == Verify::All).then(|| note.to_owned())));
+        return Ok((Checks::off(), (config.verify == Verify::All).then(|| note.to_owned())));
     }
     let experts: HashMap<ExpertKey, &HashedRun> =
         manifest.runs.iter().filter_map(|run| Some((key(run)?, run))).collect();
     let expected = |key| experts.get(&key).map(|run| (run.span, run.hash));
-    let checks =
-        tables.clone().map(|table| Checks::new(table, config.verify, config.verify_seed, files.clone(), expected));
-    let (checks, unchecked): (Vec<Checks>, Vec<usize>) = checks.unzip();
+    let (checks, unchecked) = Checks::new(table, config.verify, config.verify_seed, files.clone(), expected);
     if config.verify != Verify::All {
         return Ok((checks, None));
     }
@@ -46,9 +43,7 @@ pub(super) fn prepare<'a>(
     let is_loaded = |run: &&HashedRun| run.expert.is_none() && (config.load_mtp || run.layer != Some(layers));
     let resident: Vec<HashedRun> = manifest.runs.iter().filter(is_loaded).cloned().collect();
     check_resident(&resident, files, device)?;
-    let unchecked: usize = unchecked.into_iter().sum();
-    let experts: usize = tables.map(ExpertTable::experts).sum();
-    let note = (unchecked > 0).then(|| format!("{unchecked} of {experts} experts have no checksum"));
+    let note = (unchecked > 0).then(|| format!("{unchecked} of {} experts have no checksum", table.experts()));
     Ok((checks, note))
 }
 

@@ -32,10 +32,10 @@ use crate::ops::Compute;
 use crate::ops::room::Room;
 use crate::ops::rope::Rope;
 pub use crate::store::policy::PolicyKind;
-use crate::store::{Checks, ExpertStore, ExpertTable, ReadRecord, trace};
+use crate::store::{ExpertStore, ExpertTable, ReadRecord, SlabSize, trace};
 pub use crate::store::{Hung, Notice, Verify, Watch};
 use auto::Chooser;
-use budget::{Budget, Demand};
+use budget::{Budget, Demand, Slabs};
 pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory, Switch};
 pub use error::EngineError;
 use generate::Times;
@@ -49,8 +49,6 @@ const AUTO_EXPLICIT_ROWS: usize = 128;
 pub struct Engine {
     model: Model,
     experts: Streamed,
-    /// Those of the MTP layer.
-    drafting: Option<Streamed>,
     kv: KvCache,
     state: State,
     meter: Meter,
@@ -96,35 +94,22 @@ impl Engine {
         let mut notes = checkpoint.notes().to_vec();
         notes.extend(p.files.describe());
         notes.push(p.budget.to_string());
-        let drafting = p.drafting.as_ref().map(|(table, _)| table);
-        let tables = [&p.table].into_iter().chain(drafting);
-        let (checks, note) = integrity::prepare(config, &checkpoint, &p.files, tables, device)?;
+        let (checks, note) = integrity::prepare(config, &checkpoint, &p.files, &p.table, device)?;
         notes.extend(note);
-        let mut checks = checks.into_iter();
-        let mut store = |table: ExpertTable, slabs: u64| -> Result<ExpertStore, EngineError> {
-            let pool = SlabPool::new(table.slab_bytes(), slabs as usize)?;
-            let device = device(&p.files, &pool)?;
-            let described = device.describe();
-            let said = pool.report().note.into_iter().chain(described.fallback.clone()).chain(described.notes.clone());
-            for note in said {
-                // Two devices of one kind mostly say the same.
-                if !notes.contains(&note) {
-                    notes.push(note);
-                }
-            }
-            let mut store = ExpertStore::new(table, device, pool);
-            store.set_checks(checks.next().unwrap_or_else(Checks::off));
-            store.set_policy(config.policy);
-            Ok(store)
-        };
-        let mut experts = Streamed::new(store(p.table, p.budget.slabs)?, p.scratch);
+        let sizes: Vec<(usize, usize)> = (p.table.sizes().iter().zip(&p.budget.slabs))
+            .map(|(size, slabs)| (size.slab_bytes, slabs.count as usize))
+            .collect();
+        let pool = SlabPool::of_sizes(&sizes)?;
+        let device = device(&p.files, &pool)?;
+        let described = device.describe();
+        notes.extend(pool.report().note.into_iter().chain(described.fallback.clone()).chain(described.notes.clone()));
+        let mut store = ExpertStore::new(p.table, device, pool);
+        store.set_checks(checks);
+        store.set_policy(config.policy);
+        let mut experts = Streamed::new(store, p.scratch);
         if !config.history.is_empty() {
             experts.store.remember(config.history.clone(), checkpoint.arch.moe.top_k, config.pins.asked());
         }
-        let mut drafting = match p.drafting {
-            Some((table, scratch)) => Some(Streamed::new(store(table, p.budget.mtp_slabs)?, scratch)),
-            None => None,
-        };
         // After the slabs: reading the weights fills memory with pages of their files, and leaves none in pieces as large as
         // slabs want.
         let resident = p.plan.load()?;
@@ -136,9 +121,7 @@ impl Engine {
             experts.prefetch = true;
             experts.ahead = config.guess.layers;
         }
-        for streamed in [&mut experts].into_iter().chain(&mut drafting) {
-            streamed.pipeline = config.pipeline != Switch::Off;
-        }
+        experts.pipeline = config.pipeline != Switch::Off;
 
         // What names the stages is made from the model, so that a graph that cannot run is our fault.
         let graph = StageGraph::new(&checkpoint.arch, config.guesses());
@@ -156,7 +139,6 @@ impl Engine {
         }
         Ok(Engine {
             experts,
-            drafting,
             kv: KvCache::new(&arch, p.context, p.sparse),
             state: p.state,
             meter: Meter::with_timeline(kept),
@@ -250,10 +232,8 @@ struct Prepared {
     prompt_form: Form,
     decode_form: Form,
     files: Arc<FileSet>,
+    /// Of every routed layer, the MTP layer too where it is loaded.
     table: ExpertTable,
-    /// The experts of the MTP layer, where it is loaded. They are wider than the others, and slabs for them would be too
-    /// wide for those: they have slabs of their own, and a device to fill them.
-    drafting: Option<(ExpertTable, ExpertScratch)>,
     plan: Plan,
     state: State,
     scratch: ExpertScratch,
@@ -276,7 +256,8 @@ impl Prepared {
         let mirrors = mirror::find(&config.mirrors, &checkpoint.tensors)?;
         let files = Arc::new(FileSet::open_mirrored(checkpoint.tensors.paths(), &mirrors, mode)?);
         let layers = arch.layers.len();
-        let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers)?;
+        let drafts = arch.mtp.is_some() && config.load_mtp;
+        let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || drafts)?;
         let plan = Plan::new(checkpoint, files.clone(), config.load_mtp)?;
 
         let (rows, threads) = (config.prefill_rows.min(context), config.threads);
@@ -285,13 +266,6 @@ impl Prepared {
         let mut room = Room::default();
         let state = State::new(arch, rows, context, threads, explicit, &mut room);
         let scratch = ExpertScratch::new(arch, rows, &mut room);
-        let drafting = match arch.mtp.filter(|_| config.load_mtp) {
-            Some(_) => {
-                let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer == layers)?;
-                Some((table, ExpertScratch::new(arch, rows, &mut room)))
-            }
-            None => None,
-        };
         let rope = rope_of(arch, context, &mut room);
         let sampler = Sampler::new(arch.vocab);
         room.add(sampler.bytes());
@@ -299,6 +273,10 @@ impl Prepared {
             room.add(TIMELINE_EVENTS_MAX * (size_of::<Lap>() + size_of::<ReadRecord>()));
         }
         let rebuilt = latent_shape(arch).filter(|_| explicit).map_or(0, |shape| shape.rebuilt(threads, context));
+        let slabs = |size: &SlabSize| Slabs {
+            bytes: SlabPool::stride_bytes(size.slab_bytes) as u64,
+            count: size.experts as u64,
+        };
         let demand = Demand {
             ram: None,
             available: config.available_bytes,
@@ -307,10 +285,7 @@ impl Prepared {
             reconstruction: (rebuilt * size_of::<f32>()) as u64,
             activations: room.bytes(),
             buffered: cached_bytes(&files),
-            slab: SlabPool::stride_bytes(table.slab_bytes()) as u64,
-            experts: table.experts() as u64,
-            mtp_slab: drafting.as_ref().map_or(0, |(table, _)| SlabPool::stride_bytes(table.slab_bytes()) as u64),
-            mtp_experts: drafting.as_ref().map_or(0, |(table, _)| table.experts() as u64),
+            experts: &table.sizes().iter().map(slabs).collect::<Vec<_>>(),
         };
         let budget = divide(config, &demand)?;
         Ok(Prepared {
@@ -322,7 +297,6 @@ impl Prepared {
             decode_form,
             files,
             table,
-            drafting,
             plan,
             state,
             scratch,

@@ -15,6 +15,8 @@ use super::{Content, ExpertKey, ExpertStore, NO_SLOT};
 /// Slots that hold guesses.
 pub(super) struct Guesses {
     most: usize,
+    /// Slots of every size that are left to requests.
+    demand: usize,
     held: Vec<Held>,
 }
 
@@ -45,16 +47,17 @@ enum Fate {
 impl Guesses {
     /// No slot may hold a guess.
     pub(super) fn none() -> Guesses {
-        Guesses::at_most(0)
+        Guesses::at_most(0, 0)
     }
 
-    /// So many slots may.
-    pub(super) fn at_most(most: usize) -> Guesses {
-        Guesses { most, held: Vec::with_capacity(most) }
+    /// `most` slots may, and of every size all but `demand`.
+    pub(super) fn at_most(most: usize, demand: usize) -> Guesses {
+        Guesses { most, demand, held: Vec::with_capacity(most) }
     }
 
-    fn has_room(&self) -> bool {
-        self.held.len() < self.most
+    /// Whether one of `slots` slots of a size may hold one more. What other sizes hold counts too: guesses are for one layer.
+    fn has_room(&self, slots: usize) -> bool {
+        self.held.len() < self.most.min(slots.saturating_sub(self.demand))
     }
 
     fn add(&mut self, slot: u32, layer: u16) {
@@ -111,10 +114,10 @@ impl Guesses {
 }
 
 impl ExpertStore {
-    /// From now on lets up to `most` slots hold guesses, and always leaves at least `demand` of them to requests.
+    /// From now on lets up to `most` slots hold guesses, and always leaves at least `demand` of every size to requests.
     pub fn allow_guesses(&mut self, most: usize, demand: usize) {
         self.drop_guesses();
-        self.guesses = Guesses::at_most(most.min(self.slots.len().saturating_sub(demand.max(1))));
+        self.guesses = Guesses::at_most(most.min(self.slots.len()), demand.max(1));
     }
 
     /// Expects a request of `layer`, one after the current request's, for `experts`, the likeliest first: what is not
@@ -128,15 +131,16 @@ impl ExpertStore {
         if self.dead.is_some() || !self.missing.is_empty() {
             return;
         }
+        let slots = self.pool.slabs_of(self.table.size_of(layer));
         for &expert in experts {
             let key = ExpertKey { layer: layer as u16, expert };
-            if !self.guesses.has_room() {
+            if !self.guesses.has_room(slots) {
                 return;
             }
             if self.slot_of[self.table.index(key)] != NO_SLOT {
                 continue;
             }
-            let Some((slot, slab)) = self.claim() else { return };
+            let Some((slot, slab)) = self.claim(key) else { return };
             if self.submit(key, slot, slab, Priority::Lookahead).is_err() {
                 return;
             }

@@ -16,6 +16,7 @@ mod guesses;
 pub mod history;
 mod placement;
 pub mod policy;
+mod sizes;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -37,6 +38,7 @@ use guesses::Guesses;
 use placement::Placement;
 pub use placement::Tier;
 use policy::{Key, PolicyKind, Wanted};
+pub use sizes::SlabSize;
 pub use table::{ExpertTable, TableError};
 pub use watch::{Hung, Notice, Vigil, Watch};
 
@@ -146,14 +148,15 @@ pub struct ExpertStore {
 const NO_SLOT: u32 = u32::MAX;
 
 impl ExpertStore {
-    /// A store over `pool`, every slab of it free, reading through `device`.
+    /// A store over `pool`, every slab of it free and of the sizes of `table`, reading through `device`.
     pub fn new(table: ExpertTable, device: Box<dyn Device>, pool: SlabPool) -> ExpertStore {
-        let slots = pool.slabs();
+        let slots: Vec<usize> = (0..table.sizes().len()).map(|size| pool.slabs_of(size)).collect();
+        let size_of = table.keys().map(|key| table.size_of(key.layer.into()) as u8).collect();
         let widest = table.widest_layer();
         ExpertStore {
-            slots: (0..slots).map(|_| Content::Empty).collect(),
+            slots: (0..pool.slabs()).map(|_| Content::Empty).collect(),
             slot_of: vec![NO_SLOT; table.experts()],
-            placement: Placement::new(PolicyKind::default(), table.routed_layers(), slots),
+            placement: Placement::new(PolicyKind::default(), &table.routed_layers(), &slots, size_of),
             missing: VecDeque::with_capacity(widest),
             ready: VecDeque::with_capacity(widest),
             awaited: 0,
@@ -191,13 +194,13 @@ impl ExpertStore {
     }
 
     /// How often each expert was chosen, since ever as far as is known: by layer, then by number.
-    pub fn usage(&self) -> &[u64] {
-        self.placement.pins().usage()
+    pub fn usage(&self) -> Vec<u64> {
+        self.placement.usage()
     }
 
     /// Experts that are pinned.
     pub fn pinned(&self) -> usize {
-        self.placement.pins().count()
+        self.placement.pinned()
     }
 
     /// Between generations: exchanges the coldest pins for experts that have become clearly hotter. Returns how many.
@@ -211,7 +214,7 @@ impl ExpertStore {
         let slot = self.slot_of[number];
         match slot != NO_SLOT && matches!(self.slots[slot as usize], Content::Resting(..)) {
             false => Tier::Disk,
-            true if self.placement.pins().is_pinned(number as Key) => Tier::Pinned,
+            true if self.placement.is_pinned(number as Key) => Tier::Pinned,
             true => Tier::Cached,
         }
     }
@@ -378,7 +381,7 @@ impl ExpertStore {
         match &mut self.slots[slot as usize] {
             Content::Resting(..) => {
                 *(if guessed { &mut self.accounts.stats.prefetched } else { &mut self.accounts.stats.hits }) += 1;
-                self.accounts.stats.pinned += u64::from(!guessed && self.placement.pins().is_pinned(number));
+                self.accounts.stats.pinned += u64::from(!guessed && self.placement.is_pinned(number));
                 self.placement.hold(slot);
                 self.ready.push_back(slot);
             }
@@ -395,7 +398,7 @@ impl ExpertStore {
 
     fn submit_missing(&mut self) -> Result<(), StoreError> {
         while let Some(&key) = self.missing.front() {
-            let Some((slot, slab)) = self.claim() else { break };
+            let Some((slot, slab)) = self.claim(key) else { break };
             if let Err(why) = self.submit(key, slot, slab, Priority::Demand) {
                 let error = match why {
                     // The queue empties as reads complete, and `next_ready` submits again.
@@ -439,12 +442,12 @@ impl ExpertStore {
         self.placement.discard(slot, number as Key);
     }
 
-    /// An empty slot with a slab; where no slab is free, that of the expert which gives way.
-    fn claim(&mut self) -> Option<(u32, Slab)> {
-        let slot = self.placement.victim(&self.slot_of)?;
+    /// An empty slot with a slab for `key`; where no slab of its size is free, that of the expert which gives way.
+    fn claim(&mut self, key: ExpertKey) -> Option<(u32, Slab)> {
+        let slot = self.placement.victim(self.table.index(key) as Key, &self.slot_of)?;
         match std::mem::replace(&mut self.slots[slot as usize], Content::Empty) {
             Content::Empty => {
-                let slab = self.pool.take()?;
+                let slab = self.pool.take_of(self.table.size_of(key.layer.into()))?;
                 self.placement.take(slot, None);
                 Some((slot, slab))
             }

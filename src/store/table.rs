@@ -4,6 +4,7 @@ use millstream_io::{FileSet, FileSpan, IoError, Place, Segments, layout};
 use thiserror::Error;
 
 use super::policy::Layers;
+use super::sizes::{SlabSize, group};
 use super::{ExpertKey, ExpertWeights};
 use crate::checkpoint::{ExpertIndex, ExpertSource, MatrixSource};
 use crate::kernels::{MatrixSpec, WeightRef};
@@ -42,7 +43,9 @@ pub struct ExpertTable {
     /// Number of entries before each layer.
     first: Vec<u32>,
     widest: usize,
-    slab_bytes: usize,
+    /// Sizes of slabs, and which of them each layer's experts are read into.
+    sizes: Vec<SlabSize>,
+    size_of: Vec<Option<u8>>,
 }
 
 impl ExpertTable {
@@ -52,24 +55,34 @@ impl ExpertTable {
         files: &FileSet,
         wanted: impl Fn(usize) -> bool,
     ) -> Result<ExpertTable, TableError> {
-        let mut table = ExpertTable { entries: vec![], first: vec![], widest: 0, slab_bytes: 0 };
+        let mut table = ExpertTable { entries: vec![], first: vec![], widest: 0, sizes: vec![], size_of: vec![] };
+        let mut layers = Vec::with_capacity(index.layers.len());
         for (layer, experts) in index.layers.iter().enumerate() {
             table.first.push(table.entries.len() as u32);
-            let Some(experts) = experts.as_ref().filter(|_| wanted(layer)) else { continue };
+            let experts = experts.as_deref().filter(|_| wanted(layer)).unwrap_or_default();
             table.widest = table.widest.max(experts.len());
+            let mut size = SlabSize { slab_bytes: 0, experts: experts.len() };
             for (expert, source) in experts.iter().enumerate() {
                 let key = ExpertKey { layer: layer as u16, expert: expert as u16 };
                 let (entry, slab_bytes) = plan(source, files).map_err(|source| TableError { key, source })?;
-                table.slab_bytes = table.slab_bytes.max(slab_bytes);
+                size.slab_bytes = size.slab_bytes.max(slab_bytes);
                 table.entries.push(entry);
             }
+            layers.push(size);
         }
+        (table.sizes, table.size_of) = group(&layers);
         Ok(table)
     }
 
-    /// Bytes a slab needs to hold any expert.
-    pub fn slab_bytes(&self) -> usize {
-        self.slab_bytes
+    /// The sizes of slabs that hold the experts, the one that would take most memory for all of its own first. A pool for
+    /// the table has slabs of these sizes in this order.
+    pub fn sizes(&self) -> &[SlabSize] {
+        &self.sizes
+    }
+
+    /// Which of the sizes the experts of `layer` need; the layer must have some.
+    pub(super) fn size_of(&self, layer: usize) -> usize {
+        self.size_of[layer].map_or(0, usize::from)
     }
 
     /// Experts in all.

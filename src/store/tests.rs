@@ -94,7 +94,8 @@ impl Fixture {
 
     fn store(&self, slabs: usize, device: impl Fn(&SlabPool) -> Box<dyn Device>) -> ExpertStore {
         let table = self.table();
-        let pool = SlabPool::new(table.slab_bytes(), slabs).unwrap();
+        let sizes: Vec<_> = table.sizes().iter().map(|size| (size.slab_bytes, slabs)).collect();
+        let pool = SlabPool::of_sizes(&sizes).unwrap();
         let mut store = ExpertStore::new(table, device(&pool), pool);
         // The policy whose victims are easily told.
         store.set_policy(PolicyKind::Lru);
@@ -290,6 +291,62 @@ fn a_union_larger_than_the_pool_is_served_in_waves() {
         assert_eq!(*taken.lock().unwrap(), [0, 1, 2, 3, 4, 5]);
         assert_no_slab_is_lost(&store);
     }
+}
+
+#[test]
+fn an_expert_gives_way_only_to_one_that_fits_in_its_place() {
+    // The experts of layer 1 take two sectors: their last matrix lies in the second.
+    let mut fixture = fixture();
+    for expert in fixture.index.layers[1].iter_mut().flatten() {
+        expert.down.data.offset += SECTOR;
+    }
+    let (last, len) = (sector_of(1, 1) * SECTOR, (LAYERS * EXPERTS + 1) as u64 * SECTOR);
+    assert!(last + SECTOR < len);
+    let path = fixture.files.path(FileId(0)).to_owned();
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(len).unwrap();
+    fixture.files = Arc::new(FileSet::open(&[path], IoMode::Buffered).unwrap());
+    let mut store = fixture.simulated(2, &SimConfig::calm(1));
+    let sizes: Vec<_> = store.table.sizes().iter().map(|size| (size.slab_bytes, size.experts)).collect();
+    assert_eq!(sizes, [(2 * SECTOR as usize, EXPERTS), (SECTOR as usize, EXPERTS)]);
+    assert_eq!(store.pool().slabs(), 4, "two of each");
+    serve(&mut store, 0, &[0, 1]).unwrap();
+    // More than its slabs hold, of the other layer: nothing of the first goes.
+    for expert in 0..EXPERTS as u16 {
+        assert_eq!(plain(&mut store, 1, &[expert]), [expert]);
+    }
+    store.reset_stats();
+    serve(&mut store, 0, &[0, 1]).unwrap();
+    assert_eq!((plain(&mut store, 1, &[5]), store.stats().hits), (vec![5], 3));
+    // Guesses leave each size what demand needs there.
+    store.allow_guesses(100, 1);
+    store.hint(1, &[0, 1, 2, 3]);
+    assert_eq!(store.stats().guessed, 1);
+    store.drop_guesses();
+    // Selections are remembered by layer and number whatever the size, and each size has its own pins.
+    let usage = store.usage();
+    assert_eq!((usage[0], usage[1], usage[EXPERTS], usage[EXPERTS + 5]), (2, 2, 1, 2));
+    assert_no_slab_is_lost(&store);
+    let mut store = fixture.simulated(2, &SimConfig::calm(1));
+    let history: Vec<u64> = (0..12).map(|key| if key % EXPERTS == 4 { 1_000_000 } else { 1 }).collect();
+    store.remember(history.clone(), 1, Some(true));
+    assert_eq!((store.pinned(), store.usage()), (2, history));
+    for layer in 0..2 {
+        for expert in 0..EXPERTS as u16 {
+            plain(&mut store, layer, &[expert]);
+        }
+        assert_eq!(store.tier(ExpertKey { layer: layer as u16, expert: 4 }), Tier::Pinned);
+    }
+}
+
+/// Serves without a look at the weights.
+fn plain(store: &mut ExpertStore, layer: usize, experts: &[u16]) -> Vec<u16> {
+    store.request(layer, experts).unwrap();
+    let mut lent = vec![];
+    while let Some(lease) = store.next_ready().unwrap() {
+        lent.push(lease.expert());
+        store.release(lease).unwrap();
+    }
+    lent
 }
 
 #[test]

@@ -165,7 +165,7 @@ impl Driver {
             facts.registered_files = outcome.is_ok();
             facts.notes.extend(outcome.err().filter(|_| !files.is_empty()));
         }
-        facts.registered_bytes = driver.registered.bytes as u64;
+        facts.registered_bytes = driver.registered.bytes() as u64;
         driver.facts = facts;
         Ok(driver)
     }

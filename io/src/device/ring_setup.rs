@@ -13,32 +13,44 @@ use crate::file::{FileId, FileSet};
 use crate::limits::{SLAB_BYTES_MAX, SQPOLL_IDLE_MS};
 use crate::pool::SlabPool;
 
-/// The part of the arena the kernel has pinned, as a table of equal pieces.
-#[derive(Clone, Copy, Debug, Default)]
+/// The part of the arena the kernel has pinned, as a table of pieces.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Registered {
     base: usize,
-    pub bytes: usize,
-    /// A multiple of the slab stride, so that no slab crosses a border.
-    piece: usize,
+    /// Where each piece ends, counted from the base; whole slabs, so that none crosses a border.
+    ends: Vec<usize>,
 }
 
 impl Registered {
-    /// The first `slabs` slabs of a pool.
-    fn first(pool: &SlabPool, slabs: usize) -> Registered {
-        let stride = pool.stride();
-        // A slab is at most as big as the largest piece, so at least one fits.
-        let piece = SLAB_BYTES_MAX / stride * stride;
-        Registered { base: pool.base().as_ptr() as usize, bytes: stride * slabs, piece }
+    /// As many slabs of a pool, from the first on, as `bytes_max` holds.
+    fn within(pool: &SlabPool, bytes_max: usize) -> Registered {
+        let (mut ends, mut end) = (Vec::new(), 0);
+        for (stride, slabs) in pool.strides() {
+            let fitting = ((bytes_max - end) / stride).min(slabs);
+            // A slab is at most as big as the largest piece, so at least one fits.
+            let together = SLAB_BYTES_MAX / stride;
+            for first in (0..fitting).step_by(together) {
+                end += stride * together.min(fitting - first);
+                ends.push(end);
+            }
+            if fitting < slabs {
+                break;
+            }
+        }
+        Registered { base: pool.base().as_ptr() as usize, ends }
+    }
+
+    /// Bytes of all pieces.
+    pub fn bytes(&self) -> usize {
+        self.ends.last().copied().unwrap_or(0)
     }
 
     /// Table index of the piece that holds the whole range.
     pub fn index_of(&self, address: usize, len: usize) -> Option<u16> {
         let from = address.checked_sub(self.base)?;
-        if from + len > self.bytes {
-            return None;
-        }
-        let (first, last) = (from / self.piece, (from + len - 1) / self.piece);
-        if first == last { u16::try_from(first).ok() } else { None }
+        let piece = self.ends.partition_point(|end| *end <= from);
+        self.ends.get(piece).filter(|end| from + len <= **end)?;
+        u16::try_from(piece).ok()
     }
 }
 
@@ -107,36 +119,38 @@ pub(crate) fn registered_file(file: FileId, direct: bool) -> i32 {
 
 /// Pins the arena, or as many whole slabs as the limit on locked memory allows, and one line where that is less than half.
 pub(crate) fn register(ring: &IoUring, pool: &SlabPool) -> (Registered, Option<String>) {
-    let (stride, slabs) = (pool.stride(), pool.slabs());
     raise_memlock();
     let limit = memlock().filter(|limit| *limit != libc::RLIM_INFINITY);
-    let Err(errno) = register_slabs(ring, pool, slabs) else {
-        return (Registered::first(pool, slabs), None);
+    let all = Registered::within(pool, usize::MAX);
+    let Err(errno) = register_pieces(ring, pool, &all) else {
+        return (all, None);
     };
+    let all = all.bytes();
     // Other rings and processes of the user count towards the limit too: try what it allows, then half of it.
-    let fitting = limit.map_or(0, |limit| usize::try_from(limit).unwrap_or(usize::MAX) / stride).min(slabs);
-    let part = [fitting, fitting / 2].into_iter().filter(|part| (1..slabs).contains(part));
-    let part = part.into_iter().find(|part| register_slabs(ring, pool, *part).is_ok()).unwrap_or(0);
+    let allowed = limit.map_or(0, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
+    let parts = [allowed, allowed / 2].map(|bytes| Registered::within(pool, bytes));
+    let parts = parts.into_iter().filter(|part| (1..all).contains(&part.bytes()));
+    let part = parts.into_iter().find(|part| register_pieces(ring, pool, part).is_ok()).unwrap_or_default();
     let allowed = limit.map_or("unlimited".to_owned(), |limit| format!("{} MiB", limit >> 20));
-    let mib = |slabs: usize| (slabs * stride).div_ceil(1 << 20);
     let note = || {
         format!(
             "{} of {} MiB of slabs are registered with the kernel ({errno}; memory that may be locked: {allowed}); reading \
              works, and costs a little less CPU after raising `ulimit -l`",
-            mib(part),
-            mib(slabs)
+            part.bytes().div_ceil(1 << 20),
+            all.div_ceil(1 << 20)
         )
     };
-    (Registered::first(pool, part), (2 * part < slabs).then(note))
+    let note = (2 * part.bytes() < all).then(note);
+    (part, note)
 }
 
-fn register_slabs(ring: &IoUring, pool: &SlabPool, slabs: usize) -> Result<(), Errno> {
-    let Registered { bytes, piece, .. } = Registered::first(pool, slabs);
-    let table: Vec<libc::iovec> = (0..bytes)
-        .step_by(piece)
-        .map(|from| libc::iovec {
+fn register_pieces(ring: &IoUring, pool: &SlabPool, pieces: &Registered) -> Result<(), Errno> {
+    let begins = [0].into_iter().chain(pieces.ends.iter().copied());
+    let table: Vec<libc::iovec> = begins
+        .zip(&pieces.ends)
+        .map(|(from, end)| libc::iovec {
             iov_base: pool.base().as_ptr().wrapping_add(from).cast(),
-            iov_len: piece.min(bytes - from),
+            iov_len: end - from,
         })
         .collect();
     // SAFETY: the pieces lie inside the arena, which outlives the ring: the closure of the ring's thread holds the
@@ -212,10 +226,11 @@ fn remedy(errno: Errno) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pool::Slab;
 
     #[test]
     fn a_range_has_an_index_only_where_one_piece_holds_all_of_it() {
-        let table = Registered { base: 1000, bytes: 250, piece: 100 };
+        let table = Registered { base: 1000, ends: vec![100, 200, 250] };
         assert_eq!(table.index_of(1000, 100), Some(0));
         assert_eq!(table.index_of(1199, 1), Some(1));
         assert_eq!(table.index_of(1200, 50), Some(2));
@@ -227,12 +242,24 @@ mod tests {
 
     #[test]
     fn a_slab_never_crosses_a_piece_of_the_table() {
-        for (slab_bytes, slabs) in [(4096, 3), (5000, 7), (19 << 20, 2)] {
-            let pool = SlabPool::new(slab_bytes, slabs).unwrap();
-            let table = Registered::first(&pool, slabs);
-            assert!(table.piece <= SLAB_BYTES_MAX && table.bytes == pool.stride() * slabs);
-            for slab in std::iter::from_fn(|| pool.take()).collect::<Vec<_>>() {
-                assert!(table.index_of(slab.bytes().as_ptr() as usize, slab_bytes).is_some());
+        for sizes in [&[(4096, 3)][..], &[(5000, 7), (9000, 3)], &[(19 << 20, 2), (37 << 20, 1), (1, 1)]] {
+            let pool = SlabPool::of_sizes(sizes).unwrap();
+            let table = Registered::within(&pool, usize::MAX);
+            let slabs: Vec<_> = (0..sizes.len())
+                .flat_map(|size| std::iter::from_fn(|| pool.take_of(size)).collect::<Vec<_>>())
+                .collect();
+            assert_eq!(table.bytes(), sizes.iter().map(|(bytes, slabs)| SlabPool::stride_bytes(*bytes) * slabs).sum());
+            let is_in = |table: &Registered, slab: &Slab| {
+                table.index_of(slab.bytes().as_ptr() as usize, slab.bytes().len()).is_some()
+            };
+            assert!(slabs.iter().all(|slab| is_in(&table, slab)), "{table:?}");
+            // Of what may be locked no byte more is, and no slab that would fit is left out.
+            for allowed in (0..table.bytes()).step_by(table.bytes() / 20) {
+                let part = Registered::within(&pool, allowed);
+                let inside = slabs.iter().take_while(|slab| is_in(&part, slab)).count();
+                assert_eq!(slabs.iter().filter(|slab| is_in(&part, slab)).count(), inside);
+                let next = slabs.get(inside).map_or(0, |slab| SlabPool::stride_bytes(slab.bytes().len()));
+                assert!(part.bytes() <= allowed && part.bytes() + next > allowed, "{part:?} of {allowed}");
             }
         }
     }

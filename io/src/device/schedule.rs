@@ -408,7 +408,7 @@ impl Schedule {
         if read.segments.is_empty() {
             return bad("no segment".to_owned());
         }
-        let (align, slab_bytes) = (u64::from(self.files.align()), self.pool.slab_bytes() as u64);
+        let (align, slab_bytes) = (u64::from(self.files.align()), slab.bytes().len() as u64);
         let mut free_from = 0;
         for Segment { file, offset, len, at, want } in read.segments.iter().copied() {
             self.files.checked_len(file)?;

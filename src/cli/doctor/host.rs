@@ -66,7 +66,7 @@ pub fn memory(
     let text = format!("{} ({})", text.strip_prefix("memory: ").unwrap_or(&text), machine.memory.source);
     let sparse = checkpoint.experts.layers[..checkpoint.arch.layers.len()].iter().flatten().count();
     let token = (sparse * checkpoint.arch.moe.top_k) as u64;
-    if budget.slab > 0 && budget.slabs < token {
+    if budget.slots() < token {
         let hint = format!("one token uses {token} experts, so few are found in memory: raise --ram or shorten -c");
         report.warn("memory", text, hint);
     } else {

@@ -217,8 +217,9 @@ impl Plan {
     /// Slots that `total` bytes of memory have room for, where everything else takes what it takes here.
     fn slots(&self, total: u64) -> u64 {
         let (more, less) = (total.saturating_sub(self.budget.total), self.budget.total.saturating_sub(total));
-        let slots = self.budget.slabs + more / self.budget.slab.max(1);
-        slots.saturating_sub(less.div_ceil(self.budget.slab.max(1))).clamp(1, self.work.experts.max(1))
+        let slab = (self.budget.experts() / self.budget.slots().max(1)).max(1);
+        let slots = self.budget.slots() + more / slab;
+        slots.saturating_sub(less.div_ceil(slab)).clamp(1, self.work.experts.max(1))
     }
 }
 

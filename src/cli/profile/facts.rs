@@ -45,8 +45,8 @@ impl Known {
         let experts: Vec<_> = checkpoint.experts.layers[..arch.layers.len()].iter().flatten().flatten().collect();
         let mut engine = config.engine(*context);
         // Where memory does not suffice, opening the engine says so.
-        engine.memory = Memory::Slabs(1);
-        let slab = Engine::plan(checkpoint, &engine).map_or(0, |budget| budget.slab);
+        engine.memory = Memory::Slabs(experts.len().max(1));
+        let cache_whole = Engine::plan(checkpoint, &engine).map_or(0, |budget| budget.experts());
         engine.memory = Memory::Total(None);
         let budget_most = Engine::plan(checkpoint, &engine).map_or(0, |budget| budget.total);
         let weights = 3 * arch.moe.width * arch.hidden * experts.len();
@@ -60,7 +60,7 @@ impl Known {
         let integers =
             experts.iter().all(|expert| expert.gate.scales.is_some() && expert.gate.spec.format.is_integer());
         Known {
-            cache_whole: experts.len() as u64 * slab,
+            cache_whole,
             budget_most,
             cores: machine.cores,
             tuned: config.settings.iter().any(is_tuned),

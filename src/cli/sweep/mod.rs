@@ -199,8 +199,8 @@ fn ram_values(prepared: &Prepared, machine: &Machine) -> Result<Vec<u64>, Failur
     engine.memory = Memory::Slabs(1);
     let least = Engine::plan(checkpoint, &engine).map_err(|e| files.failure(e))?;
     let layers = &checkpoint.experts.layers[..checkpoint.arch.layers.len()];
-    let experts: u64 = layers.iter().flatten().map(|layer: &Vec<ExpertSource>| layer.len() as u64).sum();
-    let whole = least.total - least.experts() + experts * least.slab;
+    engine.memory = Memory::Slabs(layers.iter().flatten().map(|layer: &Vec<ExpertSource>| layer.len()).sum());
+    let whole = Engine::plan(checkpoint, &engine).map_err(|e| files.failure(e))?.total;
     engine.memory = Memory::Total(None);
     let most = Engine::plan(checkpoint, &engine).map_err(|e| files.failure(e))?.total.min(whole);
     let values = range::memory(least.total, most);

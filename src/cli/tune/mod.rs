@@ -200,7 +200,7 @@ fn prepare<'a>(
     let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure)?;
     let layers = &checkpoint.experts.layers[..checkpoint.arch.layers.len()];
     let experts: usize = layers.iter().flatten().map(Vec::len).sum();
-    let slabs = choose::trial_slabs(budget.slabs, experts as u64, checkpoint.arch.moe.top_k as u64);
+    let slabs = choose::trial_slabs(budget.slots(), experts as u64, checkpoint.arch.moe.top_k as u64);
     engine.memory = Memory::Slabs(slabs);
     // What is measured is reading.
     engine.verify = Verify::Off;
