@@ -113,6 +113,11 @@ impl Checkpoint {
         &self.notes
     }
 
+    /// The experts of each routed layer of the decoder: what a token goes through. Those of an MTP layer are not among them.
+    pub fn routed(&self) -> impl Iterator<Item = &[ExpertSource]> {
+        self.experts.layers[..self.arch.layers.len()].iter().flatten().map(Vec::as_slice)
+    }
+
     /// Formats of the experts and of the other matrices that are used, without repeats.
     pub fn formats(&self) -> impl Iterator<Item = Format> {
         self.formats.iter().copied()

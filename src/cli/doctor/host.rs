@@ -64,7 +64,7 @@ pub fn memory(
     };
     let text = budget.to_string();
     let text = format!("{} ({})", text.strip_prefix("memory: ").unwrap_or(&text), machine.memory.source);
-    let sparse = checkpoint.experts.layers[..checkpoint.arch.layers.len()].iter().flatten().count();
+    let sparse = checkpoint.routed().count();
     let token = (sparse * checkpoint.arch.moe.top_k) as u64;
     if budget.slots() < token {
         let hint = format!("one token uses {token} experts, so few are found in memory: raise --ram or shorten -c");

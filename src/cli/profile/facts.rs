@@ -42,7 +42,7 @@ impl Known {
     pub fn of(args: &RunArgs, machine: &Machine, prepared: &Prepared) -> Known {
         let Prepared { config, checkpoint, context, .. } = prepared;
         let arch = &checkpoint.arch;
-        let experts: Vec<_> = checkpoint.experts.layers[..arch.layers.len()].iter().flatten().flatten().collect();
+        let experts: Vec<_> = checkpoint.routed().flatten().collect();
         let mut engine = config.engine(*context);
         // Where memory does not suffice, opening the engine says so.
         engine.memory = Memory::Slabs(experts.len().max(1));

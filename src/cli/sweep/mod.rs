@@ -10,7 +10,6 @@ use std::path::PathBuf;
 
 use clap::Subcommand;
 
-use crate::checkpoint::ExpertSource;
 use crate::engine::{Engine, Memory};
 use crate::limits::SWEEP_VALUES_MAX;
 
@@ -198,8 +197,7 @@ fn ram_values(prepared: &Prepared, machine: &Machine) -> Result<Vec<u64>, Failur
     let mut engine = config.engine(*context);
     engine.memory = Memory::Slabs(1);
     let least = Engine::plan(checkpoint, &engine).map_err(|e| files.failure(e))?;
-    let layers = &checkpoint.experts.layers[..checkpoint.arch.layers.len()];
-    engine.memory = Memory::Slabs(layers.iter().flatten().map(|layer: &Vec<ExpertSource>| layer.len()).sum());
+    engine.memory = Memory::Slabs(checkpoint.routed().flatten().count());
     let whole = Engine::plan(checkpoint, &engine).map_err(|e| files.failure(e))?.total;
     engine.memory = Memory::Total(None);
     let most = Engine::plan(checkpoint, &engine).map_err(|e| files.failure(e))?.total.min(whole);

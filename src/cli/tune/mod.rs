@@ -198,8 +198,7 @@ fn prepare<'a>(
     let tokens = TRIAL_TOKENS_MAX.min(longest.saturating_sub(prompt.len())).max(1);
     let mut engine = config.engine((prompt.len() + tokens).min(longest));
     let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure)?;
-    let layers = &checkpoint.experts.layers[..checkpoint.arch.layers.len()];
-    let experts: usize = layers.iter().flatten().map(Vec::len).sum();
+    let experts = checkpoint.routed().flatten().count();
     let slabs = choose::trial_slabs(budget.slots(), experts as u64, checkpoint.arch.moe.top_k as u64);
     engine.memory = Memory::Slabs(slabs);
     // What is measured is reading.
