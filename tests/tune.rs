@@ -162,7 +162,7 @@ fn a_profile_changes_how_files_are_read_and_not_one_token() {
     assert_eq!(tuned["ids"], off["ids"]);
     assert_eq!(tuned["ids"].as_array().unwrap().len(), 12);
     assert_eq!((&tuned["io"]["device"], &tuned["io"]["mode"]), (&json!("threads"), &json!("buffered")));
-    assert_eq!((&tuned["settings"]["depth"], &tuned["settings"]["chunk"]), (&json!(2), &json!("64K")));
+    assert_eq!((&tuned["settings"]["depth"], &tuned["settings"]["chunk"]), (&json!("2"), &json!("64K")));
     assert_eq!((&off["settings"]["depth"], &off["settings"]["tuning"]), (&json!("auto"), &json!("off")));
 }
 

@@ -9,7 +9,7 @@ use serde_json::Value as Json;
 
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, Depth, Dsa, EngineConfig, Memory};
+use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
 
 use super::Failure;
 use super::args::{self, Chunk, KernelChoice, Ram, RunArgs, Seed};
@@ -192,7 +192,7 @@ impl RunConfig {
         for ((name, was), (_, now)) in before.texts().into_iter().zip(self.reading.texts()) {
             if was != now {
                 taken.push(format!("--{name} {now}"));
-                self.set(name, now.parse::<u64>().map_or_else(|_| Json::from(now), Json::from), "tuning profile");
+                self.set(name, now, "tuning profile");
             }
         }
         Some(match (best == Reading::DEFAULT, taken.is_empty()) {
@@ -319,27 +319,18 @@ fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) ->
     let io = settings.pick("io", args.io, machine, str::parse, (IoMode::Auto, "default"))?;
     let device = settings.pick("device", args.device, machine, str::parse, (DeviceKind::Auto, "default"))?;
     settle(io, device).map_err(|error| Failure { hint: error.hint(), ..Failure::usage(error.to_string()) })?;
-    let depth = args.depth.unwrap_or_default();
-    let shown = match depth {
-        Depth::Auto => Json::from("auto"),
-        Depth::Slabs(slabs) => Json::from(slabs),
-        Depth::Bytes(bytes) => Json::from(format!("{bytes} bytes")),
-    };
-    settings.add("depth", shown, flag_or_default(&args.depth));
-    let chunk = args.chunk.unwrap_or(Chunk::Auto);
-    let shown = match chunk {
-        Chunk::Auto => Json::from("auto"),
-        Chunk::Whole => Json::from("whole"),
-        Chunk::Bytes(bytes) => Json::from(bytes),
-    };
-    settings.add("chunk", shown, flag_or_default(&args.chunk));
+    let reading =
+        Reading { io, device, depth: args.depth.unwrap_or_default(), chunk: args.chunk.unwrap_or(Chunk::Auto) };
+    let [.., (_, depth), (_, chunk)] = reading.texts();
+    settings.add("depth", depth, flag_or_default(&args.depth));
+    settings.add("chunk", chunk, flag_or_default(&args.chunk));
     let asked = Asked {
         io: args.io.is_some() || machine.variable("MILLSTREAM_IO").is_some(),
         device: args.device.is_some() || machine.variable("MILLSTREAM_DEVICE").is_some(),
         depth: args.depth.is_some(),
         chunk: args.chunk.is_some(),
     };
-    Ok((Reading { io, device, depth, chunk }, asked))
+    Ok((reading, asked))
 }
 
 fn decide_mirrors(args: &RunArgs, settings: &mut Settings) -> Result<Vec<PathBuf>, Failure> {
@@ -464,6 +455,7 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::Depth;
     use clap::Parser;
     use std::collections::BTreeMap;
     use std::ffi::OsString;
@@ -509,7 +501,7 @@ mod tests {
         assert_eq!((engine.depth, engine.chunk_bytes), (Depth::Slabs(6), Some(512 << 10)));
         assert_eq!(engine.depth.bytes(19 << 20), 6 * (19 << 20));
         let config = decided(&["--io", "mmap", "--depth", "64M", "--chunk", "whole"], &[]).unwrap();
-        assert_eq!(origin(&config, "depth"), ("67108864 bytes".to_string(), "flag"));
+        assert_eq!(origin(&config, "depth"), ("67108864B".to_string(), "flag"));
         assert_eq!(origin(&config, "chunk"), ("whole".to_string(), "flag"));
         let failure = decided(&["--device", "mmap"], &[("MILLSTREAM_IO", "direct")]).unwrap_err();
         assert_eq!(failure.code, 2);
