@@ -209,3 +209,45 @@ pub struct MoeArch {
     /// Factor on the chosen weights.
     pub scaling: f32,
 }
+
+#[cfg(test)]
+impl Arch {
+    /// For tests: one dense layer and two routed ones, all of it small.
+    pub(crate) fn small() -> Arch {
+        let layer = |mlp| LayerArch { mlp, indexer: IndexerKind::None };
+        Arch {
+            family: Family::GlmMoeDsa,
+            hidden: 16,
+            vocab: 32,
+            layers: vec![layer(MlpKind::Dense { width: 8 }), layer(MlpKind::Sparse), layer(MlpKind::Sparse)],
+            mtp: None,
+            attention: AttentionArch::Latent(LatentArch {
+                heads: 2,
+                q_rank: 8,
+                kv_rank: 12,
+                nope: 4,
+                rope: 4,
+                value: 6,
+            }),
+            indexer: None,
+            moe: MoeArch {
+                experts: 4,
+                scoring: Scoring::Sigmoid,
+                router_bias: true,
+                top_k: 2,
+                groups: 1,
+                top_groups: 1,
+                width: 8,
+                shared_width: 8,
+                normalize: true,
+                scaling: 1.0,
+            },
+            norm_eps: 1e-5,
+            rope_theta: 1e4,
+            rope_pairs: RopePairs::Adjacent,
+            max_context: 100,
+            tied_head: false,
+            stop_ids: vec![],
+        }
+    }
+}

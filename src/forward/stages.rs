@@ -229,53 +229,11 @@ impl StageGraph {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::arch::{
-        AttentionArch, Family, IndexerKind, LatentArch, LayerArch, MoeArch, RopePairs, Scoring,
-    };
-
-    /// One dense layer and two routed ones.
-    fn arch() -> Arch {
-        let layer = |mlp| LayerArch { mlp, indexer: IndexerKind::None };
-        Arch {
-            family: Family::GlmMoeDsa,
-            hidden: 16,
-            vocab: 32,
-            layers: vec![layer(MlpKind::Dense { width: 8 }), layer(MlpKind::Sparse), layer(MlpKind::Sparse)],
-            mtp: None,
-            attention: AttentionArch::Latent(LatentArch {
-                heads: 2,
-                q_rank: 8,
-                kv_rank: 12,
-                nope: 4,
-                rope: 4,
-                value: 6,
-            }),
-            indexer: None,
-            moe: MoeArch {
-                experts: 4,
-                scoring: Scoring::Sigmoid,
-                router_bias: true,
-                top_k: 2,
-                groups: 1,
-                top_groups: 1,
-                width: 8,
-                shared_width: 8,
-                normalize: true,
-                scaling: 1.0,
-            },
-            norm_eps: 1e-5,
-            rope_theta: 1e4,
-            rope_pairs: RopePairs::Adjacent,
-            max_context: 100,
-            tied_head: false,
-            stop_ids: vec![],
-        }
-    }
 
     #[test]
     fn the_stages_of_a_step_are_those_of_the_loop() {
         let names = |guesses| {
-            let graph = StageGraph::new(&arch(), guesses);
+            let graph = StageGraph::new(&Arch::small(), guesses);
             graph.check().unwrap();
             graph.nodes.iter().map(|node| (node.stage, node.layer)).collect::<Vec<_>>()
         };
@@ -309,7 +267,7 @@ mod tests {
 
     #[test]
     fn arithmetic_that_needs_no_expert_may_go_on_while_they_are_read() {
-        let graph = StageGraph::new(&arch(), Some(GuessRule::default()));
+        let graph = StageGraph::new(&Arch::small(), Some(GuessRule::default()));
         let overlapped: Vec<_> = graph.overlapped().map(|node| (node.stage, node.layer)).collect();
         use Stage::*;
         assert_eq!(
@@ -320,11 +278,11 @@ mod tests {
 
     #[test]
     fn a_graph_that_cannot_run_is_refused() {
-        let mut graph = StageGraph::new(&arch(), None);
+        let mut graph = StageGraph::new(&Arch::small(), None);
         let experts = graph.nodes.iter().position(|node| node.stage == Stage::Experts).unwrap();
         graph.nodes[experts].needs = vec![0];
         assert_eq!(graph.check(), Err(GraphFault::NotRequested { layer: 1 }));
-        let mut graph = StageGraph::new(&arch(), None);
+        let mut graph = StageGraph::new(&Arch::small(), None);
         graph.nodes[1].needs = vec![3];
         let fault = graph.check().unwrap_err();
         assert_eq!(fault.to_string(), "attention of layer 0 needs attention of layer 1, which runs after it");
@@ -336,7 +294,7 @@ mod tests {
 
     #[test]
     fn layers_that_look_the_same_are_shown_once() {
-        let text = StageGraph::new(&arch(), None).text();
+        let text = StageGraph::new(&Arch::small(), None).text();
         assert_eq!(
             text,
             "\
@@ -362,7 +320,7 @@ once a step
 
     #[test]
     fn the_drawing_has_every_stage_and_every_need() {
-        let graph = StageGraph::new(&arch(), Some(GuessRule::default()));
+        let graph = StageGraph::new(&Arch::small(), Some(GuessRule::default()));
         let dot = graph.dot();
         assert_eq!(dot.matches("label=").count(), graph.nodes.len());
         assert_eq!(dot.matches("->").count(), graph.nodes.iter().map(|node| node.needs.len()).sum::<usize>());

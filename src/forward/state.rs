@@ -228,46 +228,15 @@ impl KvCache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::arch::{
-        AttentionArch, Family, IndexerArch, LatentArch, LayerArch, MoeArch, RopePairs, Scoring,
-    };
+    use crate::checkpoint::arch::{IndexerArch, LayerArch};
 
     #[test]
     fn the_cache_takes_the_bytes_that_the_budget_is_told() {
         let layer = |indexer| LayerArch { mlp: MlpKind::Dense { width: 8 }, indexer };
         let arch = Arch {
-            family: Family::GlmMoeDsa,
-            hidden: 16,
-            vocab: 32,
             layers: vec![layer(IndexerKind::Full), layer(IndexerKind::Shared), layer(IndexerKind::Full)],
-            mtp: None,
-            attention: AttentionArch::Latent(LatentArch {
-                heads: 2,
-                q_rank: 8,
-                kv_rank: 12,
-                nope: 4,
-                rope: 4,
-                value: 6,
-            }),
             indexer: Some(IndexerArch { heads: 2, dim: 10, top_k: 3 }),
-            moe: MoeArch {
-                experts: 4,
-                scoring: Scoring::Sigmoid,
-                router_bias: true,
-                top_k: 2,
-                groups: 1,
-                top_groups: 1,
-                width: 8,
-                shared_width: 8,
-                normalize: true,
-                scaling: 1.0,
-            },
-            norm_eps: 1e-5,
-            rope_theta: 1e4,
-            rope_pairs: RopePairs::Adjacent,
-            max_context: 100,
-            tied_head: false,
-            stop_ids: vec![],
+            ..Arch::small()
         };
         for sparse in [false, true] {
             let held = |cache: &LayerCache| size_of::<f32>() * (cache.rows.capacity() + cache.index_keys.capacity());
