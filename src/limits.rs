@@ -99,6 +99,19 @@ pub const PIN_SHARE_PERCENT_MAX: u64 = 50;
 /// Bytes of a routing trace that is read: a million tokens of the largest published model.
 pub const MAX_TRACE_BYTES: u64 = 1 << 30;
 
+/// What the process holds besides its own file and everything that is counted one by one: shared libraries, histograms,
+/// the allocator's spare, and the huge pages that two arenas end in. As a part of the program's file is never touched, the
+/// peak of the bundled model stays 8 MB below the sum.
+pub const PROGRAM_REST_BYTES: u64 = 8 << 20;
+/// What a compute thread holds: the part of its stack that it uses, and the allocator's spare of its own.
+pub const THREAD_BYTES: u64 = 128 << 10;
+/// A tokenizer in memory takes so many times the bytes of its file.
+pub const TOKENIZER_TIMES: u64 = 8;
+/// What a tensor takes in the index of a checkpoint: its name, its place, its share of the table.
+pub const TENSOR_INDEX_BYTES: u64 = 256;
+/// What the cache keeps of an expert beside its slab: where it is, how often it was chosen, what a policy knows of it.
+pub const EXPERT_RECORD_BYTES: u64 = 128;
+
 /// Visits of stages, and reads, that a timeline keeps: some fifty tokens of the largest model, 7 MB.
 pub const TIMELINE_EVENTS_MAX: usize = 1 << 16;
 /// Steps between two trials of a switch while little is known of it.

@@ -233,7 +233,11 @@ fn an_interrupted_conversion_says_so_and_goes_on() {
 #[test]
 fn too_little_memory_is_a_sum_and_a_number_that_works() {
     let output = run(&["-p", FOX, "-n", "8", "--ram", "1M"]);
-    refused(&output, 1, &["MB resident", "MB KV", "(1 slab of 0.05 MB)", "the smallest --ram that works is "]);
+    refused(
+        &output,
+        1,
+        &["MB program", "MB resident", "MB KV", "(1 slab of 0.05 MB)", "the smallest --ram that works is "],
+    );
     assert!(!stderr(&output).contains("free memory"), "{}", stderr(&output));
     let least = stderr(&output).split("that works is ").nth(1).unwrap().split(';').next().unwrap().to_owned();
     answer(&["-p", FOX, "-n", "8", "--ram", &least]);
@@ -298,16 +302,16 @@ fn a_plan_adds_up_and_its_graph_has_every_need_before_it() {
     let model = bundled();
     let plan = |extra: &[&str]| {
         let model = model.to_str().unwrap();
-        millstream(&[&["plan", "-m", model, "--usage", "off", "--ram", "40M", "-c", "4096"], extra].concat())
+        millstream(&[&["plan", "-m", model, "--usage", "off", "--ram", "64M", "-c", "4096"], extra].concat())
             .output()
             .unwrap()
     };
     let report = json(&done(plan(&["--json", "--graph"])));
     let budget = |name: &str| report["budget"][name].as_u64().unwrap();
-    assert_eq!((budget("total"), &report["budget"]["source"]), (40 << 20, &"asked for".into()));
+    assert_eq!((budget("total"), &report["budget"]["source"]), (64 << 20, &"asked for".into()));
     // Six layers of 4096 positions of 80 + 16 floats.
     assert_eq!(budget("kv"), 6 * 4096 * 96 * 4);
-    let parts = ["resident", "kv", "reconstruction", "activations", "experts"];
+    let parts = ["program", "resident", "kv", "reconstruction", "activations", "experts"];
     let left = budget("total") - parts.iter().map(|part| budget(part)).sum::<u64>();
     let slots = report["slots"].as_u64().unwrap();
     assert!(left < budget("experts") / slots, "room for another expert is left: {report}");

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 
-use program::forget_settings;
+use program::{forget_settings, ram_besides_program};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use tempfile::TempDir;
 
@@ -32,7 +32,8 @@ fn bundled() -> PathBuf {
 /// A short greedy generation with a pool far smaller than the model, so that experts are read throughout.
 fn generation(model: &Path, extra: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-    command.args(["run", "-p", "Tell me a story about a fox.", "-n", "24", "--temp", "0", "--ram", "10M", "-m"]);
+    command.args(["run", "-p", "Tell me a story about a fox.", "-n", "24", "--temp", "0", "-m"]);
+    command.args(["--ram", &ram_besides_program(11, model)]);
     // No tuning profile of whoever runs this.
     command.arg(model).args(extra).env("XDG_STATE_HOME", "/dev/null/nowhere").stdin(Stdio::null());
     forget_settings(&mut command);

@@ -105,6 +105,27 @@ fn an_interrupted_prompt_is_all_prefill_and_leaves_the_engine_whole() {
 }
 
 #[test]
+fn a_seed_gives_the_same_tokens_cold_and_warm_whatever_is_in_memory_and_another_seed_gives_others() {
+    let sampled =
+        |seed| Job { sampling: Sampling { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, seed }, ..job(16) };
+    let mut resident = engine(|_| {});
+    let expected: Vec<Vec<u32>> = (0..4).map(|seed| generate(&mut resident, &sampled(seed)).ids).collect();
+    for (seed, ids) in expected.iter().enumerate() {
+        assert_eq!(ids.len(), 16);
+        assert!(expected[..seed].iter().all(|other| other != ids), "seed {seed} is another's");
+    }
+    for slabs in [1, 7] {
+        let mut warm = engine(|config| config.memory = Memory::Slabs(slabs));
+        // In any order, one after the other, and the same once more.
+        for seed in [3, 0, 2, 2, 1] {
+            assert_eq!(generate(&mut warm, &sampled(seed)).ids, expected[seed as usize], "seed {seed}");
+        }
+        let mut cold = engine(|config| config.memory = Memory::Slabs(slabs));
+        assert_eq!(generate(&mut cold, &sampled(2)).ids, expected[2]);
+    }
+}
+
+#[test]
 fn chunks_change_no_bit_under_the_default_form_of_attention() {
     let prompt: Vec<u32> = (0..140).map(|i| (i * 37 + 5) % 4000).collect();
     let score = |rows| engine(|c| c.prefill_rows = rows).score(&prompt).unwrap();

@@ -4,6 +4,8 @@
 
 #[path = "common/engines.rs"]
 mod engines;
+#[path = "common/program.rs"]
+mod program;
 
 use std::process::Command;
 
@@ -27,11 +29,12 @@ fn a_short_run_is_clean() {
             continue;
         }
         let ids: Vec<String> = model.prompt(20).iter().map(u32::to_string).collect();
+        let ram = program::ram_besides_program(4, &model.dir());
         let output = Command::new("valgrind")
             .args(["--quiet", "--error-exitcode=9", "--leak-check=full", "--errors-for-leak-kinds=definite"])
             .args(["--show-leak-kinds=definite", "--fair-sched=yes"])
             .arg(env!("CARGO_BIN_EXE_millstream"))
-            .args(["run", "--quiet", "--ids", "--temp", "0", "-n", "5", "-t", "2", "--ram", "4MB"])
+            .args(["run", "--quiet", "--ids", "--temp", "0", "-n", "5", "-t", "2", "--ram", &ram])
             .args(["--device", "threads", "--io", io, "--attention", attention, "--kernels", isa.name()])
             .args(["-p", &ids.join(","), "-m"])
             .arg(model.dir())

@@ -9,7 +9,7 @@ mod program;
 use std::io::{BufRead, BufReader};
 use std::process::{Output, Stdio};
 
-use program::{program, stderr, stdout};
+use program::{program, ram_besides_program, stderr, stdout};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -73,7 +73,8 @@ fn every_value_is_measured_as_often_as_asked_and_has_the_tokens_of_run() {
 
 #[test]
 fn more_memory_reads_less() {
-    let report = json(&sweep("ram", &["--values", "12M,40M", "-r", "1", "--prefetch", "off", "--json"]), 0);
+    let values = [12, 40].map(|megabytes| ram_besides_program(megabytes, RUN[1].as_ref())).join(",");
+    let report = json(&sweep("ram", &["--values", &values, "-r", "1", "--prefetch", "off", "--json"]), 0);
     let bytes = |at: usize| report["values"][at]["bytes"]["median"].as_f64().unwrap();
     // Forty megabytes hold every expert, which is then read once at most. Guesses would be read in both.
     assert!(bytes(0) > bytes(1) && bytes(1) > 0.0, "{report}");
@@ -100,12 +101,12 @@ fn the_range_of_memory_is_found_from_the_least_that_works_to_where_every_expert_
 
 #[test]
 fn a_value_that_fails_is_told_and_the_others_are_measured() {
-    let output = sweep("ram", &["--values", "1M,30M", "-r", "2", "--json"]);
+    let output = sweep("ram", &["--values", "1M,60M", "-r", "2", "--json"]);
     let report = json(&output, 1);
     assert!(report["values"][0]["error"].as_str().unwrap().contains("the model needs"), "{report}");
     assert_eq!(report["values"][0]["samples_tok_s"].as_array().unwrap().len(), 0);
     assert_eq!(report["values"][1]["samples_tok_s"].as_array().unwrap().len(), 2);
-    let output = sweep("ram", &["--values", "1M,30M", "-r", "1"]);
+    let output = sweep("ram", &["--values", "1M,60M", "-r", "1"]);
     assert!(stdout(&output).contains("failed") && stdout(&output).contains("the model needs"), "{}", stdout(&output));
     let output = sweep("ram", &["--values", "1M,2M"]);
     assert_eq!((output.status.code(), stdout(&output)), (Some(1), ""));

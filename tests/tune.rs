@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 
-use program::{forget_settings, refused, stderr};
+use program::{forget_settings, ram_besides_program, refused, stderr};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -46,7 +46,8 @@ fn tune(state: &Path, extra: &[&str]) -> Command {
 
 fn run(state: &Path, extra: &[&str]) -> Command {
     let model = container().to_str().unwrap();
-    let fixed = ["run", "-m", model, "-p", "Tell me a story about a fox.", "-n", "12", "--temp", "0", "--ram", "10M"];
+    let ram = ram_besides_program(10, container());
+    let fixed = ["run", "-m", model, "-p", "Tell me a story about a fox.", "-n", "12", "--temp", "0", "--ram", &ram];
     millstream(state, &[&fixed, extra].concat())
 }
 

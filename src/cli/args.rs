@@ -127,8 +127,8 @@ pub struct RunArgs {
     /// Tokens of context, prompt and answer together [default: what prompt and -n need]
     #[arg(short, long, visible_alias = "context", value_name = "N", allow_negative_numbers = true, value_parser = parse_context)]
     pub ctx_size: Option<usize>,
-    /// Memory for weights, context and cached experts, as a size or auto. The program itself and the tokenizer, about
-    /// 20 MB, are not counted [default: auto]
+    /// Memory the process may use, as a size or auto: the program itself, weights, context and cached experts
+    /// [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = parse_ram)]
     pub ram: Option<Ram>,
     /// A directory on another drive with copies of the model's shards, all or some; may be given several times. Reads are

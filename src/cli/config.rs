@@ -10,6 +10,7 @@ use serde_json::Value as Json;
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
 use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
+use crate::limits::{PROGRAM_REST_BYTES, THREAD_BYTES};
 
 use super::Failure;
 use super::args::{self, Chunk, KernelChoice, Ram, RunArgs, Seed};
@@ -79,6 +80,8 @@ pub struct RunConfig {
     pub threads: usize,
     /// Bytes of memory asked for; none takes what is available.
     pub ram: Option<u64>,
+    /// What the process itself holds; without the tokenizer until the model is known.
+    pub program_bytes: u64,
     /// Whether what was found out by tuning counts.
     pub tuning: bool,
     reading: Reading,
@@ -153,6 +156,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
             Ram::Auto => None,
             Ram::Bytes(bytes) => Some(bytes),
         },
+        program_bytes: machine.program_bytes() + PROGRAM_REST_BYTES + threads as u64 * THREAD_BYTES,
         tuning,
         reading,
         asked,
@@ -169,6 +173,7 @@ impl RunConfig {
             memory: Memory::Total(self.ram),
             threads: self.threads,
             context: Some(context),
+            program_bytes: self.program_bytes,
             history: self.history.clone(),
             ..self.engine.clone()
         })

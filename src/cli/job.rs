@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use crate::checkpoint::{Arch, Checkpoint};
 use crate::engine::stop::StopMatcher;
 use crate::engine::{EngineError, Job};
+use crate::limits::TOKENIZER_TIMES;
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 
 use super::args::{ModelArgs, RunArgs};
@@ -86,6 +87,10 @@ pub fn open_checkpoint(
         ModelChoice::Dir(dir) => Some(bundled::open(dir)?),
         ModelChoice::Bundled(source) => bundled::container(source, machine, args.quiet)?,
     };
+    if let Some(checkpoint) = &checkpoint {
+        let tokenizer = std::fs::metadata(checkpoint.dir.join("tokenizer.json"));
+        config.program_bytes += tokenizer.map_or(0, |meta| meta.len()) * TOKENIZER_TIMES;
+    }
     if let Some(checkpoint) = &checkpoint
         && config.tuning
         && let Some(line) = config.tune(tuning::find(machine, checkpoint))

@@ -111,6 +111,11 @@ impl Machine {
         kilobytes(&read(&self.root.join("proc/self/status")), "VmHWM").unwrap_or(0)
     }
 
+    /// Bytes of the program's file, all of which comes into memory as it is used.
+    pub fn program_bytes(&self) -> u64 {
+        std::env::current_exe().and_then(std::fs::metadata).map_or(0, |meta| meta.len())
+    }
+
     /// Where the programs' own files are: beside the executable and above it.
     pub fn executable_dirs(&self) -> Vec<PathBuf> {
         let executable = std::env::current_exe().and_then(std::fs::canonicalize).unwrap_or_default();

@@ -16,6 +16,8 @@ const PAGE_CACHE_RESERVE_BYTES: u64 = 2_500_000_000;
 pub struct Budget {
     /// What may be used in all.
     pub total: u64,
+    /// The program itself, its tokenizer, and what it knows of the model.
+    pub program: u64,
     /// Weights that stay in memory.
     pub resident: u64,
     /// Key-value cache of the whole context.
@@ -76,6 +78,8 @@ pub struct Demand<'a> {
     pub ram: Option<u64>,
     /// Bytes the machine and its control group have left.
     pub available: u64,
+    /// The program itself, its tokenizer, and what it knows of the model.
+    pub program: u64,
     /// Weights that stay in memory.
     pub resident: u64,
     /// Key-value cache.
@@ -95,6 +99,7 @@ impl Demand<'_> {
     fn with_slabs(&self, count: u64) -> Budget {
         let budget = Budget {
             total: 0,
+            program: self.program,
             resident: self.resident,
             kv: self.kv,
             reconstruction: self.reconstruction,
@@ -144,7 +149,7 @@ impl Budget {
 
     /// Bytes of everything but the expert pool.
     fn fixed(&self) -> u64 {
-        self.resident + self.kv + self.reconstruction + self.activations + self.page_cache
+        self.program + self.resident + self.kv + self.reconstruction + self.activations + self.page_cache
     }
 
     /// Bytes of all slabs.
@@ -168,7 +173,8 @@ impl Budget {
         };
         let slabs: Vec<String> = self.slabs.iter().map(slabs).collect();
         format!(
-            "{} resident + {} KV + {} attention + {} activations + {page_cache}{} experts ({})",
+            "{} program + {} resident + {} KV + {} attention + {} activations + {page_cache}{} experts ({})",
+            shown(self.program),
             shown(self.resident),
             shown(self.kv),
             shown(self.reconstruction),
@@ -202,7 +208,8 @@ mod tests {
     const DEMAND: Demand = Demand {
         ram: Some(1000),
         available: 100_000,
-        resident: 400,
+        program: 50,
+        resident: 350,
         kv: 100,
         reconstruction: 0,
         activations: 100,
@@ -295,7 +302,8 @@ mod tests {
     fn sizes_are_shown_with_their_units() {
         let demand = Demand {
             ram: Some(14_000_000),
-            resident: 4_060_000,
+            program: 1_060_000,
+            resident: 3_000_000,
             kv: 246_000,
             reconstruction: 12_000,
             activations: 2_990_000,
@@ -304,16 +312,16 @@ mod tests {
         };
         assert_eq!(
             Budget::divide(&demand).unwrap().to_string(),
-            "memory: 4.1 MB resident + 0.2 MB KV + 0.01 MB attention + 3.0 MB activations + 6.5 MB experts \
+            "memory: 1.1 MB program + 3.0 MB resident + 0.2 MB KV + 0.01 MB attention + 3.0 MB activations + 6.5 MB experts \
              (1 slab of 6.5 MB) of 14.0 MB allowed"
         );
         let refused = Budget::divide(&Demand { ram: Some(13_000_000), ..demand }).unwrap_err();
         assert_eq!(
             refused.to_string(),
-            "the model needs 13.9 MB of memory and 13.0 MB may be used: 4.1 MB resident + 0.2 MB KV + 0.01 MB attention + \
-             3.0 MB activations + 6.5 MB experts (1 slab of 6.5 MB)"
+            "the model needs 13.9 MB of memory and 13.0 MB may be used: 1.1 MB program + 3.0 MB resident + 0.2 MB KV + \
+             0.01 MB attention + 3.0 MB activations + 6.5 MB experts (1 slab of 6.5 MB)"
         );
-        // 4,060,000 + 246,000 + 12,000 + 2,990,000 + 6,543,210 = 13,851,210.
+        // 1,060,000 + 3,000,000 + 246,000 + 12,000 + 2,990,000 + 6,543,210 = 13,851,210.
         assert_eq!(refused.typed(), "13.9MB");
         let large = Budget::divide(&Demand { ram: Some(20_866_200_000), ..demand }).unwrap().to_string();
         assert!(large.ends_with("6.54 GB experts (1000 slabs of 6.5 MB) of 20.87 GB allowed"), "{large}");

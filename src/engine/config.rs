@@ -127,6 +127,8 @@ pub struct EngineConfig {
     pub memory: Memory,
     /// Bytes the machine and its control group have left.
     pub available_bytes: u64,
+    /// What the process holds besides what an engine makes: the program, its tokenizer, its threads' stacks.
+    pub program_bytes: u64,
     /// Compute threads, the caller included.
     pub threads: usize,
     /// Positions a sequence may have; `None` for the model's maximum, at most [`DEFAULT_CONTEXT`].
@@ -188,6 +190,7 @@ impl EngineConfig {
             pins: Switch::Auto,
             memory: Memory::Total(None),
             available_bytes,
+            program_bytes: 0,
             threads: 1,
             context: None,
             prefill_rows: DEFAULT_PREFILL_ROWS,

@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 use millstream_io::{Access, Device, DeviceConfig, FileId, FileSet, SlabPool, open_device, settle};
 
 use crate::checkpoint::arch::{Arch, MlpKind};
-use crate::checkpoint::{Checkpoint, mirror};
+use crate::checkpoint::{Checkpoint, ExpertSource, mirror};
 pub use crate::forward::stages::StageGraph;
 use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, latent_shape, rope_of};
 pub use crate::forward::{Guess, GuessFrom, GuessRule, Observe, Observer};
 use crate::kernels::{Kernels, Team};
-use crate::limits::TIMELINE_EVENTS_MAX;
+use crate::limits::{EXPERT_RECORD_BYTES, TENSOR_INDEX_BYTES, TIMELINE_EVENTS_MAX};
 use crate::meter::{Lap, Meter};
 use crate::model::resident::Plan;
 pub use crate::ops::Activations;
@@ -280,6 +280,7 @@ impl Prepared {
         let demand = Demand {
             ram: None,
             available: config.available_bytes,
+            program: config.program_bytes + index_bytes(checkpoint, &table),
             resident: plan.bytes() as u64,
             kv: KvCache::bytes(arch, context, sparse),
             reconstruction: (rebuilt * size_of::<f32>()) as u64,
@@ -334,6 +335,12 @@ fn forms_of(attention: AttentionForm, arch: &Arch) -> Result<(Form, Form), Engin
         (AttentionForm::Auto, Some(true)) => Ok((Form::Explicit, Form::Absorbed)),
         (AttentionForm::Absorbed | AttentionForm::Auto, _) => Ok((Form::Absorbed, Form::Absorbed)),
     }
+}
+
+/// Memory that knowing the model takes: of its tensors, which is given back once it is open, and of its experts.
+fn index_bytes(checkpoint: &Checkpoint, table: &ExpertTable) -> u64 {
+    let of_expert = size_of::<ExpertSource>() as u64 + ExpertTable::ENTRY_BYTES + EXPERT_RECORD_BYTES;
+    checkpoint.tensors.len() as u64 * TENSOR_INDEX_BYTES + table.experts() as u64 * of_expert
 }
 
 /// Bytes of the files whose pages stay in the page cache once they are read.

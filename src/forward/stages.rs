@@ -257,7 +257,7 @@ mod tests {
         // Two layers ahead are guessed from the same places.
         assert_eq!(names(rule(GuessFrom::Attention, 2)), early);
         let routed_last = |layers| {
-            let mut arch = arch();
+            let mut arch = Arch::small();
             arch.layers[1].mlp = MlpKind::Dense { width: 8 };
             let graph = StageGraph::new(&arch, rule(GuessFrom::Attention, layers));
             graph.nodes.iter().filter(|node| node.stage == Hint).map(|node| node.layer).collect::<Vec<_>>()

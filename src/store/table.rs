@@ -49,6 +49,9 @@ pub struct ExpertTable {
 }
 
 impl ExpertTable {
+    /// Memory that an expert takes in the table.
+    pub const ENTRY_BYTES: u64 = size_of::<Entry>() as u64;
+
     /// Plans the reads of every expert in `index` for which `wanted(layer)` holds.
     pub fn build(
         index: &ExpertIndex,

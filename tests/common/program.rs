@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use millstream::limits::{PROGRAM_REST_BYTES, THREAD_BYTES, TOKENIZER_TIMES};
 use serde_json::Value;
 
 /// The program with none of the caller's settings; what it keeps for a user goes below `home`.
@@ -22,6 +23,15 @@ pub fn forget_settings(command: &mut Command) {
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("MILLSTREAM_")) {
         command.env_remove(name);
     }
+}
+
+/// A value of `--ram` that leaves so many megabytes to everything but the program itself, of the model in `dir`, which has
+/// few tensors.
+pub fn ram_besides_program(megabytes: u64, dir: &Path) -> String {
+    let len = |path: &Path| std::fs::metadata(path).map_or(0, |meta| meta.len());
+    let program = len(env!("CARGO_BIN_EXE_millstream").as_ref()) + PROGRAM_REST_BYTES + 2 * THREAD_BYTES;
+    let tokenizer = TOKENIZER_TIMES * len(&dir.join("tokenizer.json"));
+    (program + tokenizer + megabytes * 1_000_000).to_string()
 }
 
 pub fn stdout(output: &Output) -> &str {

@@ -61,7 +61,7 @@ pub struct TuneArgs {
     /// Threads that compute [default: the cores this process may use]
     #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = args::parse_threads)]
     pub threads: Option<usize>,
-    /// Memory for weights, context and cached experts, as a size or auto [default: auto]
+    /// Memory the process may use, as a size or auto: program, weights, context, cached experts [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = args::parse_ram)]
     pub ram: Option<Ram>,
     /// Seconds of one measurement [default: 1 of reads alone, 2 of a generation]
