@@ -5,6 +5,7 @@ pub mod args;
 mod bench_io;
 mod bundled;
 mod census;
+mod cold;
 pub mod config;
 mod convert;
 mod doctor;

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use millstream_io::measure::{Witness, is_cached, median};
+use millstream_io::measure::{Witness, median};
 
-use crate::engine::stats::{Directness, Stats};
-use crate::engine::{Engine, Finish, Job};
+use crate::engine::Job;
+use crate::engine::stats::Stats;
 use crate::model::tokenizer::Tokenizer;
 
 use super::Knob;
@@ -17,7 +17,7 @@ use crate::cli::job::{Files, Prepared};
 use crate::cli::machine::Machine;
 use crate::cli::printer::{Printer, Show};
 use crate::cli::render::Waiting;
-use crate::cli::{Failure, bundled, hanging, interrupt, render, run};
+use crate::cli::{Failure, cold, interrupt, run};
 use crate::engine::stop::StopMatcher;
 
 /// A value and what was measured with it.
@@ -156,12 +156,6 @@ impl Bench<'_> {
             Knob::Ram => config.ram = Some(value),
             Knob::Threads => config.threads = value as usize,
         }
-        let failure = |error| self.files.failure(error);
-        let checkpoint = bundled::open(&self.files.dir)?;
-        let mut engine = Engine::open(checkpoint, &config.engine(self.context)).map_err(failure)?;
-        engine.set_watch(hanging::watch_reads(self.stop.clone(), self.quiet));
-        let resident = self.witness.forget();
-        let before = self.witness.counters();
         let mut printer = Printer::new(
             Show::Nothing,
             std::io::sink(),
@@ -170,16 +164,12 @@ impl Bench<'_> {
             self.stops.clone(),
             self.job.max_tokens,
         );
-        let outcome = engine.generate(&self.job, &self.stop, &mut |id| printer.token(id)).map_err(failure)?;
-        let moved = before.and_then(|before| Some(self.witness.counters()?.since(before).bytes));
-        if outcome.finish == Finish::Interrupted {
-            hanging::leave(engine, self.quiet);
-            return Ok(None);
-        }
-        for line in engine.warnings() {
-            render::note(self.quiet && !engine.warns_of_damage(), &line);
-        }
-        let mut stats = engine.stats();
+        let bench =
+            cold::Bench { dir: &self.files.dir, witness: &self.witness, stop: self.stop.clone(), quiet: self.quiet };
+        let mut on_token = |id| printer.token(id);
+        let failure = |error| self.files.failure(error);
+        let measured = bench.generate(&config.engine(self.context), &self.job, &mut on_token, failure)?;
+        let Some(cold::Measured { outcome, mut stats, cached, .. }) = measured else { return Ok(None) };
         run::complete(&mut stats, &outcome, &config, self.machine, &self.files.dir);
         let sample = Sample {
             decode_tok_s: stats.decode_tok_s,
@@ -188,7 +178,7 @@ impl Bench<'_> {
             bytes: stats.io.bytes,
             gb_s: stats.io.gb_s,
             waited: if stats.wall_s > 0.0 { stats.io.wait_s / stats.wall_s } else { 0.0 },
-            cached: is_cached(stats.io.direct != Directness::Direct, resident, moved, stats.io.bytes),
+            cached,
         };
         Ok(Some((stats, sample)))
     }

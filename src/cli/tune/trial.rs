@@ -4,21 +4,19 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
 
-use millstream_io::measure::{Witness, is_cached};
+use millstream_io::measure::Witness;
 
 use crate::checkpoint::Checkpoint;
 use crate::engine::sampler::Sampling;
 use crate::engine::stats::Directness;
-use crate::engine::{Engine, EngineConfig, Finish, Job};
+use crate::engine::{EngineConfig, Job};
 
 use super::choose::Sample;
-use crate::cli::hanging::{leave, watch_reads};
 use crate::cli::job::engine_failure;
 use crate::cli::prompt::{open_tokenizer, tokenizer_failure};
 use crate::cli::reading::Reading;
-use crate::cli::{Failure, bundled};
+use crate::cli::{Failure, cold};
 
 /// What the generations continue.
 const PROMPT: &str = "Once upon a time a miller's daughter followed the stream down to the sea, and on the way she met a \
@@ -80,29 +78,16 @@ impl<'a> Trial<'a> {
     /// # Errors
     /// Those of opening the model and of generating, as a line; or that the tokens are others.
     pub fn run(&mut self, reading: &Reading) -> Result<Option<Measured>, Failure> {
-        let began = Instant::now();
-        let checkpoint = bundled::open(self.dir)?;
-        let mut engine = Engine::open(checkpoint, &reading.configure(self.config.clone())).map_err(engine_failure)?;
-        engine.set_watch(watch_reads(self.stop.clone(), self.quiet));
-        let resident = self.witness.forget();
-        let before = self.witness.counters();
-        let outcome =
-            engine.generate(&self.job, &self.stop, &mut |_| ControlFlow::Continue(())).map_err(engine_failure)?;
-        let moved = before.and_then(|before| Some(self.witness.counters()?.since(before).bytes));
-        if outcome.finish == Finish::Interrupted {
-            leave(engine, self.quiet);
-            return Ok(None);
-        }
+        let bench = cold::Bench { dir: self.dir, witness: self.witness, stop: self.stop.clone(), quiet: self.quiet };
+        let (config, mut ignored) = (reading.configure(self.config.clone()), |_| ControlFlow::Continue(()));
+        let measured = bench.generate(&config, &self.job, &mut ignored, engine_failure)?;
+        let Some(cold::Measured { outcome, stats, cached, took }) = measured else { return Ok(None) };
         if *self.ids.get_or_insert_with(|| outcome.ids.clone()) != outcome.ids {
             return Err(Failure::work("its tokens differ from those of the defaults: it reads other bytes"));
         }
-        let stats = engine.stats();
-        let before_s = began.elapsed().as_secs_f64() - stats.decode_s;
+        let before_s = took.as_secs_f64() - stats.decode_s;
         let direct = stats.io.direct == Directness::Direct;
-        let sample = Sample {
-            tok_s: stats.decode_tok_s.unwrap_or(0.0),
-            cached: is_cached(!direct, resident, moved, stats.io.bytes),
-        };
+        let sample = Sample { tok_s: stats.decode_tok_s.unwrap_or(0.0), cached };
         Ok(Some(Measured { sample, bytes: stats.io.bytes, before_s, direct }))
     }
 }

@@ -1,0 +1,69 @@
+//! A generation from cold, to be compared with others: the model is opened anew, so that the cache of experts is empty, and
+//! the page cache forgets its files.
+
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use millstream_io::measure::{Witness, is_cached};
+
+use crate::engine::stats::{Directness, Stats};
+use crate::engine::{Engine, EngineConfig, EngineError, Finish, Job, Outcome};
+
+use super::{Failure, bundled, hanging, render};
+
+/// Who a generation is for.
+pub struct Bench<'a> {
+    /// Directory of the model.
+    pub dir: &'a Path,
+    /// Looks at its files.
+    pub witness: &'a Witness,
+    /// Raised when the user wants it to end.
+    pub stop: Arc<AtomicBool>,
+    /// Keeps warnings, and that a drive hangs, to itself.
+    pub quiet: bool,
+}
+
+/// One generation.
+pub struct Measured {
+    /// Its tokens.
+    pub outcome: Outcome,
+    /// Its numbers, without what only the caller knows.
+    pub stats: Stats,
+    /// Whether memory may have served some of the reads.
+    pub cached: bool,
+    /// From the start of opening the model to the end.
+    pub took: Duration,
+}
+
+impl Bench<'_> {
+    /// Opens and generates; `None` where the user stopped it. `failure` says what an error of the engine means.
+    pub fn generate(
+        &self,
+        config: &EngineConfig,
+        job: &Job,
+        on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
+        failure: impl Fn(EngineError) -> Failure,
+    ) -> Result<Option<Measured>, Failure> {
+        let began = Instant::now();
+        let checkpoint = bundled::open(self.dir)?;
+        let mut engine = Engine::open(checkpoint, config).map_err(&failure)?;
+        engine.set_watch(hanging::watch_reads(self.stop.clone(), self.quiet));
+        let resident = self.witness.forget();
+        let before = self.witness.counters();
+        let outcome = engine.generate(job, &self.stop, on_token).map_err(&failure)?;
+        let moved = before.and_then(|before| Some(self.witness.counters()?.since(before).bytes));
+        if outcome.finish == Finish::Interrupted {
+            hanging::leave(engine, self.quiet);
+            return Ok(None);
+        }
+        for line in engine.warnings() {
+            render::note(self.quiet && !engine.warns_of_damage(), &line);
+        }
+        let stats = engine.stats();
+        let cached = is_cached(stats.io.direct != Directness::Direct, resident, moved, stats.io.bytes);
+        Ok(Some(Measured { outcome, stats, cached, took: began.elapsed() }))
+    }
+}
