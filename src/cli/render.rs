@@ -323,6 +323,7 @@ mod tests {
                 rss_peak: 123_000_000,
                 resident: 5_000_000,
                 cache: 9_000_000,
+                cache_whole: 0,
                 kv: 200_000,
                 budget: 0,
             },

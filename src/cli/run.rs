@@ -11,6 +11,7 @@ use crate::engine::stats::Stats;
 use crate::engine::{Engine, EngineError, Finish, Guess, Job, Observer, Outcome};
 use crate::store::trace::Recorder;
 
+use super::advice::Known;
 use super::args::RunArgs;
 use super::config::RunConfig;
 use super::job::{self, Prepared};
@@ -57,6 +58,7 @@ pub fn perform(
     witness: Witness,
     report: &mut dyn FnMut(&Stats, &RunConfig) -> Result<(), Failure>,
 ) -> Result<Done, Failure> {
+    let known = Known::of(args, machine, &prepared);
     let Prepared { config, usage, checkpoint, files, tokenizer, job, stops, context } = prepared;
     let formats = checkpoint.formats().map(|format| format.to_string()).collect();
     let mut engine = open(args, &config, machine, checkpoint, context).map_err(|e| files.failure(e))?;
@@ -81,6 +83,7 @@ pub fn perform(
     let mut stats = engine.stats();
     complete(&mut stats, &outcome, &config, machine, &files.dir);
     stats.model.formats = formats;
+    stats.advice = known.judge(&stats, None).map(|judgement| judgement.advice.to_string());
     stats.text = printer.text().to_owned();
     stats.stop_string = printer.stopped_by().map(str::to_owned);
     drop(printer);

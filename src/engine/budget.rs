@@ -11,6 +11,11 @@ const DEFAULT_SHARE_PERCENT: u64 = 85;
 /// to fall from 800 to 180 MB/s. It takes no more than the experts get, so that it refuses nobody what would run.
 const PAGE_CACHE_RESERVE_BYTES: u64 = 2_500_000_000;
 
+/// What may be used of `available` bytes where nothing was said.
+pub fn default_total(available: u64) -> u64 {
+    available / 100 * DEFAULT_SHARE_PERCENT
+}
+
 /// Everything the process will hold, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Budget {
@@ -28,6 +33,8 @@ pub struct Budget {
     pub activations: u64,
     /// What the kernel's page cache is left; 0 where reads go around it.
     pub page_cache: u64,
+    /// Bytes of a slab for every expert.
+    pub every_expert: u64,
     /// Slabs of the expert pool, by their size, in the order in which they were asked for.
     pub slabs: Vec<Slabs>,
 }
@@ -105,6 +112,7 @@ impl Demand<'_> {
             reconstruction: self.reconstruction,
             activations: self.activations,
             page_cache: 0,
+            every_expert: self.experts.iter().map(Slabs::all).sum(),
             slabs: self.experts.iter().map(|all| Slabs { count: count.min(all.count), ..*all }).collect(),
         };
         Budget { total: budget.fixed() + budget.experts(), ..budget }
@@ -132,7 +140,7 @@ impl Demand<'_> {
 impl Budget {
     /// Gives the expert pool what is left of the total after everything else.
     pub fn divide(d: &Demand) -> Result<Budget, TooSmall> {
-        let total = d.ram.unwrap_or(d.available / 100 * DEFAULT_SHARE_PERCENT);
+        let total = d.ram.unwrap_or(default_total(d.available));
         let least = d.with_slabs(MIN_SLABS as u64);
         let Some(spare) = total.checked_sub(least.total) else {
             return Err(TooSmall { least: Budget { total, ..least }, by_user: d.ram.is_some() });

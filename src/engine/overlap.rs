@@ -1,4 +1,4 @@
-//! Disk against arithmetic: how well they overlapped, what bound, and the one thing to change.
+//! Disk against arithmetic: how well they overlapped, and what bound.
 
 use std::time::Duration;
 
@@ -85,26 +85,18 @@ const DISK_BOUND: f64 = 0.25;
 /// Waiting for less of it is being bound by arithmetic.
 const COMPUTE_BOUND: f64 = 0.05;
 
-/// The verdict on `overlap`, of which attention took `attention_s`, and what to change, where the share of experts found
-/// in memory was `hit_rate`.
-pub(super) fn judge(overlap: &OverlapStats, attention_s: f64, hit_rate: Option<f64>) -> (Verdict, String) {
+/// The verdict on `overlap`, of which attention took `attention_s`. What to change for it is for those who know the machine.
+pub(super) fn judge(overlap: &OverlapStats, attention_s: f64) -> Verdict {
     let waited = overlap.wait_s / overlap.wall_s;
-    let percent = |share: f64| format!("{:.0} %", 100.0 * share);
     if waited > DISK_BOUND {
-        let hits = hit_rate.map_or_else(String::new, |rate| format!(", and {} of experts were there", percent(rate)));
-        let advice = format!("{} of the time went by waiting for the drive{hits}: more --ram", percent(waited));
-        return (Verdict::DiskBound, advice);
+        Verdict::DiskBound
+    } else if waited >= COMPUTE_BOUND {
+        Verdict::Balanced
+    } else if 2.0 * attention_s > overlap.compute_busy_s {
+        Verdict::AttentionBound
+    } else {
+        Verdict::ComputeBound
     }
-    if waited >= COMPUTE_BOUND {
-        let advice = format!("{} of the time went by waiting for the drive: a little more --ram", percent(waited));
-        return (Verdict::Balanced, advice);
-    }
-    if 2.0 * attention_s > overlap.compute_busy_s {
-        let share = percent(attention_s / overlap.wall_s);
-        return (Verdict::AttentionBound, format!("{share} of the time was attention: a shorter context"));
-    }
-    let share = percent(overlap.compute_busy_s / overlap.wall_s);
-    (Verdict::ComputeBound, format!("{share} of the time was arithmetic: more --threads, or fewer bits a weight"))
 }
 
 #[cfg(test)]
@@ -131,16 +123,11 @@ mod tests {
     fn the_verdict_follows_what_was_waited_for() {
         let overlap =
             |wait_s, compute_busy_s| OverlapStats { wait_s, compute_busy_s, wall_s: 10.0, ..Default::default() };
-        let verdict = |wait, compute, attention| judge(&overlap(wait, compute), attention, Some(0.5));
-        let (kind, advice) = verdict(6.0, 4.0, 1.0);
-        assert_eq!(kind, Verdict::DiskBound);
-        assert_eq!(
-            advice,
-            "60 % of the time went by waiting for the drive, and 50 % of experts were there: more --ram"
-        );
-        assert_eq!(verdict(1.0, 9.0, 1.0).0, Verdict::Balanced);
-        assert_eq!(verdict(0.2, 9.0, 1.0).0, Verdict::ComputeBound);
-        assert_eq!(verdict(0.2, 9.0, 5.0).0, Verdict::AttentionBound);
+        let verdict = |wait, compute, attention| judge(&overlap(wait, compute), attention);
+        assert_eq!(verdict(6.0, 4.0, 1.0), Verdict::DiskBound);
+        assert_eq!(verdict(1.0, 9.0, 1.0), Verdict::Balanced);
+        assert_eq!(verdict(0.2, 9.0, 1.0), Verdict::ComputeBound);
+        assert_eq!(verdict(0.2, 9.0, 5.0), Verdict::AttentionBound);
         assert_eq!(serde_json::to_value(Verdict::DiskBound).unwrap(), "disk-bound");
     }
 }

@@ -67,7 +67,7 @@ pub struct Stats {
     /// What bound the decode; none where nothing was decoded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verdict: Option<Verdict>,
-    /// What to change.
+    /// What to change; filled in by who knows the machine and what was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
 }
@@ -284,6 +284,8 @@ pub struct MemoryStats {
     pub kv: u64,
     /// The expert cache.
     pub cache: u64,
+    /// What it would take if it held every expert.
+    pub cache_whole: u64,
     /// Largest resident set of the process.
     pub rss_peak: u64,
 }
@@ -352,6 +354,7 @@ impl Engine {
                 resident: self.budget.resident,
                 kv: self.budget.kv,
                 cache: self.budget.experts(),
+                cache_whole: self.budget.every_expert,
                 rss_peak: 0,
             },
             ..Stats::default()
@@ -433,8 +436,7 @@ impl Stats {
             let attention = self.stages.0.iter().find(|(name, _)| *name == Stage::Attention.name());
             let share = if self.wall_s > 0.0 { overlap.wall_s / self.wall_s } else { 1.0 };
             let attention_s = attention.map_or(0.0, |(_, stage)| stage.busy_s * share);
-            let (verdict, advice) = judge(&overlap, attention_s, self.experts.hit_rate);
-            (self.verdict, self.advice) = (Some(verdict), Some(advice));
+            self.verdict = Some(judge(&overlap, attention_s));
         }
         self.round();
     }

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use serde_json::Value;
 
+use crate::cli::advice;
 use crate::cli::render::{self, micros, seconds};
 use crate::cli::size;
 use crate::cli::svg::escaped;
@@ -11,7 +12,7 @@ use crate::engine::stats::{StageStats, Stats};
 
 use super::pictures::{self, Part, Ranges};
 use super::text::{self, UNKNOWN, tiers, time};
-use super::{Ceiling, Report, advice};
+use super::{Ceiling, Report};
 
 const STYLE: &str = include_str!("report.css");
 

@@ -1,8 +1,6 @@
 //! The `profile` command: one generation with the full accounting. Where its time went, what the drive did and what of it
 //! was felt, which tier experts came from, what bound it, and the one thing to change.
 
-mod advice;
-mod facts;
 mod html;
 mod pictures;
 mod text;
@@ -14,6 +12,7 @@ use serde_json::{Value, json};
 
 use crate::engine::stats::Stats;
 
+use super::advice::{Judgement, Known};
 use super::args::{self, RunArgs};
 use super::job::{self, Prepared};
 use super::machine::Machine;
@@ -22,7 +21,6 @@ use super::run::{self, Witness};
 use super::size::short;
 use super::tuning::{self, Lookup};
 use super::{Done, Failure, output};
-use facts::{Judgement, Known};
 
 /// Tokens generated when `-n` is not given: enough for percentiles, and for a cache to fill.
 const TOKENS_DEFAULT: i64 = 64;
@@ -97,7 +95,7 @@ pub fn profile(args: &ProfileArgs, machine: &Machine) -> Result<Done, Failure> {
         Ok(())
     })?;
     let Some((stats, seed)) = measured else { return Ok(done) };
-    let judgement = known.judge(&stats, ceiling.as_ref());
+    let judgement = known.judge(&stats, ceiling.as_ref().map(|ceiling| ceiling.gb_s));
     let report = Report { stats, seed, tokens: TokenTimes::of(&chosen), ceiling, judgement };
     if let Some(path) = &args.html {
         output::write(path, "page", html::page(&report))?;
@@ -154,7 +152,7 @@ fn object(report: &Report) -> Result<Value, Failure> {
             json!({ "gb_s": most, "source": source, "share": gb_s.map(|gb_s| short(gb_s / most)) })
         }
     };
-    // A profile knows what the machine has left, which the engine's own advice does not.
+    // A profile may know better than a run what the drive can do.
     if let Some(Judgement { advice, .. }) = &report.judgement {
         object["advice"] = advice.to_string().into();
         object["knob"] = advice.knob.clone().into();

@@ -2,11 +2,12 @@
 
 use std::fmt::Write as _;
 
+use crate::cli::advice;
 use crate::cli::render::{self, micros, seconds};
 use crate::cli::size;
 use crate::engine::stats::{Directness, ExpertStats, Stats};
 
-use super::{Ceiling, Report, advice};
+use super::{Ceiling, Report};
 
 /// Columns of the longest bar.
 const BAR: usize = 24;

@@ -4,16 +4,14 @@ use crate::cli::args::RunArgs;
 use crate::cli::config::Setting;
 use crate::cli::job::Prepared;
 use crate::cli::machine::Machine;
+use crate::engine::budget::default_total;
 use crate::engine::stats::{OverlapStats, Stats, Verdict};
-use crate::engine::{Activations, Dsa, Engine, Memory, Switch};
+use crate::engine::{Activations, Dsa, Switch};
 
-use super::Ceiling;
-use super::advice::{Advice, Facts, advise};
+use super::{Advice, Facts, advise};
 
 /// What is known before the run.
 pub struct Known {
-    /// Bytes of a cache that holds every expert.
-    cache_whole: u64,
     /// What the run would allow itself if nothing were said.
     budget_most: u64,
     cores: usize,
@@ -40,15 +38,9 @@ pub struct Judgement {
 impl Known {
     /// What `args` and `prepared` tell.
     pub fn of(args: &RunArgs, machine: &Machine, prepared: &Prepared) -> Known {
-        let Prepared { config, checkpoint, context, .. } = prepared;
+        let Prepared { config, checkpoint, .. } = prepared;
         let arch = &checkpoint.arch;
         let experts: Vec<_> = checkpoint.routed().flatten().collect();
-        let mut engine = config.engine(*context);
-        // Where memory does not suffice, opening the engine says so.
-        engine.memory = Memory::Slabs(experts.len().max(1));
-        let cache_whole = Engine::plan(checkpoint, &engine).map_or(0, |budget| budget.experts());
-        engine.memory = Memory::Total(None);
-        let budget_most = Engine::plan(checkpoint, &engine).map_or(0, |budget| budget.total);
         let weights = 3 * arch.moe.width * arch.hidden * experts.len();
         let bytes: u64 = experts.iter().map(|expert| expert.bytes()).sum();
         let given: [(&'static str, bool); 4] = [
@@ -60,8 +52,7 @@ impl Known {
         let integers =
             experts.iter().all(|expert| expert.gate.scales.is_some() && expert.gate.spec.format.is_integer());
         Known {
-            cache_whole,
-            budget_most,
+            budget_most: default_total(machine.memory.available),
             cores: machine.cores,
             tuned: config.settings.iter().any(is_tuned),
             reading_flags: given.iter().filter(|(_, given)| *given).map(|(name, _)| *name).collect(),
@@ -74,8 +65,9 @@ impl Known {
         }
     }
 
-    /// The verdict on a run, and what follows; none where nothing was generated after the prompt.
-    pub fn judge(&self, stats: &Stats, ceiling: Option<&Ceiling>) -> Option<Judgement> {
+    /// The verdict on a run, and what follows, where the drive can do `drive_most` GB/s; none where nothing was generated
+    /// after the prompt.
+    pub fn judge(&self, stats: &Stats, drive_most: Option<f64>) -> Option<Judgement> {
         let (verdict, overlap) = (stats.verdict?, stats.overlap.as_ref()?);
         let memory = &stats.memory;
         let threads = stats.settings.get("threads").and_then(|threads| threads.as_u64());
@@ -84,10 +76,10 @@ impl Known {
             budget: memory.budget,
             budget_most: self.budget_most,
             cache: memory.cache,
-            cache_whole: self.cache_whole,
+            cache_whole: memory.cache_whole,
             threads: threads.map_or(self.cores, |threads| threads as usize),
             cores: self.cores,
-            drive_share: stats.io.gb_s.zip(ceiling).map(|(gb_s, ceiling)| gb_s / ceiling.gb_s),
+            drive_share: stats.io.gb_s.zip(drive_most).map(|(gb_s, most)| gb_s / most),
             tuned: self.tuned,
             reading_flags: self.reading_flags.clone(),
             serial: self.serial,

@@ -4,10 +4,13 @@
 //! switch that was turned off, cores that idle), then what the machine has and the run did not use, last what costs
 //! quality or money. The first rule that applies is the advice.
 
+mod facts;
+
 use std::fmt;
 
 use crate::cli::size;
 use crate::engine::stats::Verdict;
+pub use facts::{Judgement, Known};
 
 /// More memory is worth a word where it is at least so many times what was used.
 const MORE_RAM: f64 = 1.1;
