@@ -1,8 +1,8 @@
 //! The command line: what was typed ([`args`]), what was decided from it and why ([`config`]), what the machine is
 //! ([`machine`], the only reader of environment and /proc), and how results look ([`render`]).
 
-pub mod advice;
-mod args;
+mod advice;
+pub mod args;
 mod bench_io;
 mod bundled;
 mod census;

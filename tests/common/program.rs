@@ -25,11 +25,12 @@ pub fn forget_settings(command: &mut Command) {
     }
 }
 
-/// A value of `--ram` that leaves so many megabytes to everything but the program itself, of the model in `dir`, which has
-/// few tensors.
+/// A value of `--ram` that leaves so many megabytes to everything but the program itself with as many threads as it takes by
+/// default, of the model in `dir`, which has few tensors.
 pub fn ram_besides_program(megabytes: u64, dir: &Path) -> String {
     let len = |path: &Path| std::fs::metadata(path).map_or(0, |meta| meta.len());
-    let program = len(env!("CARGO_BIN_EXE_millstream").as_ref()) + PROGRAM_REST_BYTES + 2 * THREAD_BYTES;
+    let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get() as u64);
+    let program = len(env!("CARGO_BIN_EXE_millstream").as_ref()) + PROGRAM_REST_BYTES + threads * THREAD_BYTES;
     let tokenizer = TOKENIZER_TIMES * len(&dir.join("tokenizer.json"));
     (program + tokenizer + megabytes * 1_000_000).to_string()
 }

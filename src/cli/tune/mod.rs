@@ -199,7 +199,9 @@ fn prepare<'a>(
     let mut engine = config.engine((prompt.len() + tokens).min(longest));
     let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure)?;
     let experts = checkpoint.routed().flatten().count();
-    let slabs = choose::trial_slabs(budget.slots(), experts as u64, checkpoint.arch.moe.top_k as u64);
+    // So many of each size: what the scarcest has.
+    let fewest = budget.slabs.iter().map(|slabs| slabs.count).min().unwrap_or(0);
+    let slabs = choose::trial_slabs(fewest, experts as u64, checkpoint.arch.moe.top_k as u64);
     engine.memory = Memory::Slabs(slabs);
     // What is measured is reading.
     engine.verify = Verify::Off;
