@@ -229,7 +229,7 @@ impl<'a> Info<'a> {
             },
             "budget": self.budget.as_ref().map_or_else(
                 |why| json!({ "error": why }),
-                |budget| json!({ "total": budget.total, "resident": budget.resident, "experts": budget.experts(), "slots": budget.slabs }),
+                |budget| json!({ "total": budget.total, "resident": budget.resident, "experts": budget.experts(), "slots": budget.slots() }),
             ),
             "disk": {
                 "fs": self.disk.file_system,
