@@ -99,6 +99,7 @@ pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
         "budget": {
             "total": budget.total,
             "source": plan.source,
+            "program": budget.program,
             "resident": budget.resident,
             "kv": budget.kv,
             "reconstruction": budget.reconstruction,
