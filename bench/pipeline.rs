@@ -3,11 +3,12 @@
 //!
 //! `cargo bench --bench pipeline` draws a model of a few hundred megabytes, measures what a token of it takes without
 //! reading, and plays drives beside which that is little, as much, or a lot, and one that serves one read after the other.
-//! On each of them every position of `--pipeline` and `--prefetch` generates the same tokens, the positions taking turns, in
-//! another order each round; medians are printed as a Markdown table. `auto` is compared with the best fixed position round
-//! by round. The experts come from the page cache, so that the played drive is the slower one; one thread computes, and in
-//! f32, so that copying has a core of its own and takes little of its time. Under `cargo test` it does the same with a few
-//! tokens. `MILLSTREAM_BENCH_DIR` names the directory of the model, which is removed at the end.
+//! On each of them every position of `--pipeline` and `--prefetch` generates the same tokens, the positions taking
+//! turns, in another order each round; medians are printed as a Markdown table. `auto` is compared with the best fixed
+//! position round by round. "early" are guesses made before the shared expert. The experts come from the page cache, so
+//! that the played drive is the slower one; one thread computes, and in f32, so that copying has a core of its own and
+//! takes little of its time. Under `cargo test` it does the same with a few tokens. `MILLSTREAM_BENCH_DIR` names the
+//! directory of the model, which is removed at the end.
 
 // An engine's error is large, and made once an engine at most.
 #![allow(clippy::result_large_err)]
@@ -22,7 +23,7 @@ use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::synth::{Preset, SynthOptions, synth};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::stats::Stats;
-use millstream::engine::{Activations, Engine, EngineConfig, Job, Memory, Switch};
+use millstream::engine::{Activations, Engine, EngineConfig, GuessFrom, GuessRule, Job, Memory, Switch};
 use millstream_io::{DeviceConfig, DeviceKind, IoMode, ThrottleConfig, open_device, throttled};
 
 /// Share of the experts that there are slabs for.
@@ -32,11 +33,32 @@ const PARALLEL: usize = 8;
 /// Before the first byte of a read.
 const LATENCY: Duration = Duration::from_micros(80);
 
-/// Of `--pipeline` and `--prefetch`; the last is compared with the others.
-const POSITIONS: [[(&str, Switch); 2]; 5] = [[ON, ON], [ON, OFF], [OFF, ON], [OFF, OFF], [AUTO, AUTO]];
+/// A position of `--pipeline` and `--prefetch`, and where guesses are made.
+struct Position {
+    pipeline: (&'static str, Switch),
+    prefetch: (&'static str, Switch),
+    from: GuessFrom,
+}
+
 const ON: (&str, Switch) = ("on", Switch::On);
 const OFF: (&str, Switch) = ("off", Switch::Off);
 const AUTO: (&str, Switch) = ("auto", Switch::Auto);
+/// Guesses are worse, and there sooner.
+const EARLY: (&str, Switch) = ("early", Switch::On);
+
+const fn position(pipeline: (&'static str, Switch), prefetch: (&'static str, Switch)) -> Position {
+    Position { pipeline, prefetch, from: GuessFrom::Shared }
+}
+
+/// The last is compared with the others.
+const POSITIONS: [Position; 6] = [
+    position(ON, ON),
+    Position { from: GuessFrom::Attention, ..position(ON, EARLY) },
+    position(ON, OFF),
+    position(OFF, ON),
+    position(OFF, OFF),
+    position(AUTO, AUTO),
+];
 
 /// How much one measurement does.
 struct Size {
@@ -57,13 +79,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let model = dir.path().join("model");
     synth(&model, &SynthOptions::new(size.preset.parse::<Preset>()?), &mut |_| {})?;
     // Once through the page cache, and what a token takes where nothing is read or waited for.
-    let mut resident = open(&model, None, Switch::On, Switch::Off)?;
+    let mut resident = open(&model, None, &position(ON, OFF))?;
     generate(&mut resident, &size)?;
     let stats = generate(&mut resident, &size)?;
     let compute_s = stats.decode_s / stats.decode_steps as f64;
     drop(resident);
     // What a token reads where experts have to share slabs, and the bytes of a read.
-    let mut streamed = open(&model, Some(ThrottleConfig::default()), Switch::On, Switch::Off)?;
+    let mut streamed = open(&model, Some(ThrottleConfig::default()), &position(ON, OFF))?;
     let stats = generate(&mut streamed, &size)?;
     let bytes = stats.io.bytes as f64 / (stats.prompt_tokens + stats.decode_steps) as f64;
     let reads = stats.io.reads as f64 / (stats.prompt_tokens + stats.decode_steps) as f64;
@@ -103,14 +125,15 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// Prints the table of one drive.
 fn regime(model: &Path, name: &str, drive: &ThrottleConfig, size: &Size) -> Result<(), Box<dyn Error>> {
     let mut arms = vec![];
-    for [(pipeline_name, pipeline), (prefetch_name, prefetch)] in POSITIONS {
-        arms.push((pipeline_name, prefetch_name, open(model, Some(*drive), pipeline, prefetch)?, vec![]));
+    for position in &POSITIONS {
+        arms.push((position.pipeline.0, position.prefetch.0, open(model, Some(*drive), position)?, vec![]));
     }
     // The first round fills the cache and is not counted.
     for round in 0..=size.rounds {
         for turn in 0..arms.len() {
-            // Each position comes after each other one as often as before it.
-            let at = (turn * (1 + round % (arms.len() - 1)) + round) % arms.len();
+            // Each round begins with another one, and every second goes backwards.
+            let step = if round % 2 == 0 { turn } else { arms.len() - turn };
+            let at = (round + step) % arms.len();
             let (_, _, engine, runs) = &mut arms[at];
             let stats = generate(engine, size)?;
             if round > 0 {
@@ -159,25 +182,21 @@ fn regime(model: &Path, name: &str, drive: &ThrottleConfig, size: &Size) -> Resu
     let quartile = |n: usize| ratios[(ratios.len() - 1) * n / 4];
     let recall = table[0].3[0].experts.lookahead_recall.unwrap_or(0.0);
     println!(
-        "\nauto takes {:.3} of {}, {}, the best fixed position, in the median of {} rounds [quartiles {:.3}..{:.3}]; recall \
-         of guesses {recall:.2}\n",
+        "\nauto takes {:.3} of {}, {}, the best fixed position, in the median of {} rounds [quartiles {:.3}..{:.3}]; ratio of \
+         medians {:.3}; recall of guesses {recall:.2}\n",
         quartile(2),
         table[best].1,
         table[best].2,
         ratios.len(),
         quartile(1),
-        quartile(3)
+        quartile(3),
+        table[table.len() - 1].0 / table[best].0
     );
     Ok(())
 }
 
 /// An engine whose experts come from the page cache, slowed down where `drive` says so; all there without it.
-fn open(
-    model: &Path,
-    drive: Option<ThrottleConfig>,
-    pipeline: Switch,
-    prefetch: Switch,
-) -> Result<Engine, Box<dyn Error>> {
+fn open(model: &Path, drive: Option<ThrottleConfig>, position: &Position) -> Result<Engine, Box<dyn Error>> {
     let checkpoint = Checkpoint::open(model)?;
     let arch = &checkpoint.arch;
     let experts = arch.layers.iter().filter(|layer| layer.mlp == millstream::checkpoint::arch::MlpKind::Sparse).count()
@@ -189,8 +208,9 @@ fn open(
         context: Some(256),
         // The slower arithmetic: more time for each byte that has to be copied.
         activations: Activations::F32,
-        pipeline,
-        prefetch,
+        pipeline: position.pipeline.1,
+        prefetch: position.prefetch.1,
+        guess: GuessRule { from: position.from, ..GuessRule::default() },
         ..EngineConfig::new(1 << 40)
     };
     Ok(Engine::open_with(checkpoint, &config, &|files, pool| {
