@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use program::{done, json, program, refused, stdout};
+use program::{done, json, program, ram_besides_program, refused, stdout};
 use safetensors::{Model, Shard, tiny_model};
 use serde_json::Value;
 
@@ -162,10 +162,12 @@ fn info_names_the_model_and_counts_its_parameters() {
 #[test]
 fn a_plan_says_what_more_of_each_resource_would_buy() {
     let home = tempfile::tempdir().unwrap();
+    // Half of the experts fit.
+    let ram = (ram_besides_program(0, tiny_model()).parse::<u64>().unwrap() + 1_700_000).to_string();
     let plan = |extra: &[&str]| {
         let mut asked = program(home.path());
         asked
-            .args(["plan", "--usage", "off", "--ram", "1600K", "-c", "64", "--json", "-m"])
+            .args(["plan", "--usage", "off", "--ram", &ram, "-c", "64", "--json", "-m"])
             .arg(tiny_model())
             .args(extra);
         json(&done(asked.output().unwrap()))

@@ -32,8 +32,8 @@ fn bundled() -> PathBuf {
 /// A short greedy generation with a pool far smaller than the model, so that experts are read throughout.
 fn generation(model: &Path, extra: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-    command.args(["run", "-p", "Tell me a story about a fox.", "-n", "24", "--temp", "0", "-m"]);
-    command.args(["--ram", &ram_besides_program(11, model)]);
+    command.args(["run", "-p", "Tell me a story about a fox.", "-n", "24", "--temp", "0"]);
+    command.args(["--ram", &ram_besides_program(11, model), "-m"]);
     // No tuning profile of whoever runs this.
     command.arg(model).args(extra).env("XDG_STATE_HOME", "/dev/null/nowhere").stdin(Stdio::null());
     forget_settings(&mut command);
