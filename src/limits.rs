@@ -42,6 +42,8 @@ pub const MAX_TEMPERATURE: f32 = 100.0;
 pub const MAX_PROMPT_BYTES: u64 = 256 << 20;
 /// Threads that read headers; a model of fewer shards is read by one.
 pub const HEADER_THREADS_MAX: usize = 8;
+/// Shards from which on threads share their headers.
+pub const HEADER_SHARDS_MIN: usize = 64;
 /// Bytes of a small JSON file that is read.
 pub const MAX_SMALL_FILE_BYTES: u64 = 64 << 20;
 /// Bytes of a `tokenizer.json` that is read: several times the largest published one.

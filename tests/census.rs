@@ -166,10 +166,7 @@ fn a_plan_says_what_more_of_each_resource_would_buy() {
     let ram = (ram_besides_program(0, tiny_model()).parse::<u64>().unwrap() + 1_700_000).to_string();
     let plan = |extra: &[&str]| {
         let mut asked = program(home.path());
-        asked
-            .args(["plan", "--usage", "off", "--ram", &ram, "-c", "64", "--json", "-m"])
-            .arg(tiny_model())
-            .args(extra);
+        asked.args(["plan", "--usage", "off", "--ram", &ram, "-c", "64", "--json", "-m"]).arg(tiny_model()).args(extra);
         json(&done(asked.output().unwrap()))
     };
     // The slowest drive in the world binds: twice as fast is twice as fast.

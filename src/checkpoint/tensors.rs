@@ -3,7 +3,7 @@
 use super::error::{CheckpointError, Result, io_error};
 use super::header::{self, Header};
 use super::index;
-use crate::limits::HEADER_THREADS_MAX;
+use crate::limits::{HEADER_SHARDS_MIN, HEADER_THREADS_MAX};
 use millstream_io::{FileId, FileSpan};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -235,22 +235,35 @@ impl TensorMap {
     }
 }
 
-/// The header of each shard. Large models have a hundred megabytes of them, so that threads share them.
+/// The header of each shard. Large models have a hundred megabytes of them, so that threads share them; for few shards they
+/// would take more memory, an arena of the allocator each, than they save time.
 fn read_headers(paths: &[PathBuf]) -> Vec<Result<Header>> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(HEADER_THREADS_MAX);
-    let read = |(file, path): (usize, &PathBuf)| header::read(path, FileId(file as u32));
+    let threads = if paths.len() < HEADER_SHARDS_MIN { 1 } else { threads };
+    let read = |first: usize, paths: &[PathBuf]| -> Vec<Result<Header>> {
+        let numbered = paths.iter().zip(first as u32..);
+        numbered.map(|(path, file)| header::read(path, FileId(file))).collect()
+    };
     let share = paths.len().div_ceil(threads).max(1);
-    if threads == 1 || paths.len() < HEADER_THREADS_MAX {
-        return paths.iter().enumerate().map(read).collect();
-    }
+    let mut shares = paths.chunks(share).enumerate().map(|(number, paths)| (number * share, paths));
+    let (first, own) = shares.next().unwrap_or_default();
     std::thread::scope(|scope| {
-        let shares = paths.chunks(share).enumerate().map(|(number, shard)| {
-            let first = number * share;
-            let read = move || shard.iter().enumerate().map(|(i, path)| read((first + i, path))).collect::<Vec<_>>();
-            scope.spawn(read)
-        });
-        let shares: Vec<_> = shares.collect();
-        shares.into_iter().flat_map(|share| share.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+        let work = |first, paths| move || read(first, paths);
+        // Where no thread can be had the caller reads the share itself.
+        let others: Vec<_> = shares
+            .map(|(first, paths)| {
+                let spawned = std::thread::Builder::new().spawn_scoped(scope, work(first, paths));
+                spawned.map_err(|_| (first, paths))
+            })
+            .collect();
+        let mut headers = read(first, own);
+        for other in others {
+            headers.extend(match other {
+                Ok(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
+                Err((first, paths)) => read(first, paths),
+            });
+        }
+        headers
     })
 }
 
