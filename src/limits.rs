@@ -40,7 +40,7 @@ pub const MAX_STOP_BYTES: usize = 1024;
 pub const MAX_TEMPERATURE: f32 = 100.0;
 /// Bytes of a prompt that is read: more than any context holds.
 pub const MAX_PROMPT_BYTES: u64 = 256 << 20;
-/// Threads that read headers; a model of fewer shards is read by one.
+/// Threads that read headers.
 pub const HEADER_THREADS_MAX: usize = 8;
 /// Shards from which on threads share their headers.
 pub const HEADER_SHARDS_MIN: usize = 64;
