@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use millstream_io::{
     Access, BlockDevice, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoError, PageKind, Priority, Read,
-    SlabPool, Wait, layout, open_device,
+    SlabPool, Wait, layout, leave, open_device,
 };
 
 use crate::checkpoint::{Checkpoint, ExpertSource};
@@ -217,7 +217,10 @@ pub fn try_ring(files: &Arc<FileSet>) -> Result<u64, IoError> {
     if device.submit(read, slab).is_err() {
         return Err(IoError::DeviceDied { cause: "it takes no read".to_owned() });
     }
-    match device.reap(Wait::AtMost(TRIAL_WAIT))? {
+    let reaped = device.reap(Wait::AtMost(TRIAL_WAIT));
+    // A drive that hangs is not waited for a second time.
+    leave(device);
+    match reaped? {
         Some(done) => done.result.map(|()| registered),
         None => Err(IoError::DeviceDied { cause: format!("a read took longer than {} s", TRIAL_WAIT.as_secs()) }),
     }
