@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::engine::stats::{Directness, DriveUse, Stats};
+use crate::engine::stats::{Directness, DriveUse, ExpertStats, IoStats, Stats};
 
 use super::config::Setting;
 use super::size;
@@ -156,50 +156,8 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
         seed.map_or_else(String::new, |seed| format!(", seed {seed}")),
     );
     stage_table(&mut text, stats);
-    let io = &stats.io;
-    let how = match io.direct {
-        Directness::Direct => "direct",
-        Directness::Buffered => "buffered: the page cache may have served some of it",
-        Directness::SilentlyBuffered => "asked to be direct, served by the page cache",
-    };
-    let _ = writeln!(
-        text,
-        "disk    {} in {} reads, {}, {} waited for ({}, {how})",
-        size::show(io.bytes),
-        size::grouped(io.reads),
-        io.gb_s.map_or_else(|| "no rate".into(), |gb_s| format!("{gb_s:.2} GB/s while reading")),
-        seconds(io.wait_s),
-        io.device,
-    );
-    if !io.drives.is_empty() {
-        let uses: Vec<String> = io.drives.iter().map(drive_text).collect();
-        let _ = writeln!(text, "drives  {}", uses.join("; "));
-    }
-    let experts = &stats.experts;
-    let _ = writeln!(
-        text,
-        "experts {} used, {} from disk, hit rate {}",
-        size::grouped(experts.requested),
-        size::grouped(experts.missed),
-        experts.hit_rate.map_or_else(|| "-".into(), |rate| format!("{:.1} %", 100.0 * rate)),
-    );
-    if experts.verified > 0 {
-        let (count, took) = (size::grouped(experts.verified), seconds(experts.verify_s));
-        let _ = writeln!(text, "checked {count} reads of experts by their checksums in {took}");
-    }
-    if let Some(recall) = experts.lookahead_recall {
-        let _ = writeln!(
-            text,
-            "ahead   {} experts read ahead, {} of them used, {} taken back; {:.1} % of what was asked for was guessed{}",
-            size::grouped(experts.prefetch_issued),
-            size::grouped(experts.prefetch_used),
-            size::grouped(experts.prefetch_cancelled),
-            100.0 * recall,
-            experts.previous_token_recall.map_or_else(String::new, |share| {
-                format!(", {:.1} % was what the token before had asked for", 100.0 * share)
-            }),
-        );
-    }
+    disk_lines(&mut text, &stats.io);
+    expert_lines(&mut text, &stats.experts);
     if let Some(o) = &stats.overlap {
         let _ = writeln!(
             text,
@@ -224,6 +182,56 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
         size::show(memory.kv),
     );
     text
+}
+
+/// What was read, by which device and from which drives.
+fn disk_lines(text: &mut String, io: &IoStats) {
+    let how = match io.direct {
+        Directness::Direct => "direct",
+        Directness::Buffered => "buffered: the page cache may have served some of it",
+        Directness::SilentlyBuffered => "asked to be direct, served by the page cache",
+    };
+    let _ = writeln!(
+        text,
+        "disk    {} in {} reads, {}, {} waited for ({}, {how})",
+        size::show(io.bytes),
+        size::grouped(io.reads),
+        io.gb_s.map_or_else(|| "no rate".into(), |gb_s| format!("{gb_s:.2} GB/s while reading")),
+        seconds(io.wait_s),
+        io.device,
+    );
+    if !io.drives.is_empty() {
+        let uses: Vec<String> = io.drives.iter().map(drive_text).collect();
+        let _ = writeln!(text, "drives  {}", uses.join("; "));
+    }
+}
+
+/// Where experts were found, how many were checked, and what reading ahead was worth.
+fn expert_lines(text: &mut String, experts: &ExpertStats) {
+    let _ = writeln!(
+        text,
+        "experts {} used, {} from disk, hit rate {}",
+        size::grouped(experts.requested),
+        size::grouped(experts.missed),
+        experts.hit_rate.map_or_else(|| "-".into(), |rate| format!("{:.1} %", 100.0 * rate)),
+    );
+    if experts.verified > 0 {
+        let (count, took) = (size::grouped(experts.verified), seconds(experts.verify_s));
+        let _ = writeln!(text, "checked {count} reads of experts by their checksums in {took}");
+    }
+    if let Some(recall) = experts.lookahead_recall {
+        let _ = writeln!(
+            text,
+            "ahead   {} experts read ahead, {} of them used, {} taken back; {:.1} % of what was asked for was guessed{}",
+            size::grouped(experts.prefetch_issued),
+            size::grouped(experts.prefetch_used),
+            size::grouped(experts.prefetch_cancelled),
+            100.0 * recall,
+            experts.previous_token_recall.map_or_else(String::new, |share| {
+                format!(", {:.1} % was what the token before had asked for", 100.0 * share)
+            }),
+        );
+    }
 }
 
 /// How the answer ended.
