@@ -121,12 +121,36 @@ pub struct RunArgs {
     /// Go on when the model ends its turn
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Threads that compute [default: the cores this process may use]
-    #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = parse_threads)]
-    pub threads: Option<usize>,
     /// Tokens of context, prompt and answer together [default: what prompt and -n need]
     #[arg(short, long, visible_alias = "context", value_name = "N", allow_negative_numbers = true, value_parser = parse_context)]
     pub ctx_size: Option<usize>,
+    /// How the model is run.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    /// Print one JSON object with answer and statistics instead of text
+    #[arg(long)]
+    pub json: bool,
+    /// Write the statistics to a file as JSON (--json prints them)
+    #[arg(long, value_name = "FILE")]
+    pub stats_json: Option<PathBuf>,
+    /// Write what was done when (stages, reads, waits, reads ahead) to a file that ui.perfetto.dev and chrome://tracing
+    /// open; of a long generation the end
+    #[arg(long, value_name = "FILE")]
+    pub timeline: Option<PathBuf>,
+    /// Print nothing but the answer, and errors
+    #[arg(short, long, conflicts_with = "verbose")]
+    pub quiet: bool,
+    /// Show every setting and where it came from
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+/// How a model is run, whatever it is run for: threads, memory, reading, caching, arithmetic.
+#[derive(Clone, Debug, clap::Args)]
+pub struct EngineArgs {
+    /// Threads that compute [default: the cores this process may use]
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = parse_threads)]
+    pub threads: Option<usize>,
     /// Memory the process may use, as a size or auto: the program itself, weights, context and cached experts
     /// [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = parse_ram)]
@@ -188,22 +212,6 @@ pub struct RunArgs {
     /// [default: sample]
     #[arg(long, value_name = "WHAT", value_parser = |text: &str| VERIFY.parse(text))]
     pub verify: Option<Verify>,
-    /// Print one JSON object with answer and statistics instead of text
-    #[arg(long)]
-    pub json: bool,
-    /// Write the statistics to a file as JSON (--json prints them)
-    #[arg(long, value_name = "FILE")]
-    pub stats_json: Option<PathBuf>,
-    /// Write what was done when (stages, reads, waits, reads ahead) to a file that ui.perfetto.dev and chrome://tracing
-    /// open; of a long generation the end
-    #[arg(long, value_name = "FILE")]
-    pub timeline: Option<PathBuf>,
-    /// Print nothing but the answer, and errors
-    #[arg(short, long, conflicts_with = "verbose")]
-    pub quiet: bool,
-    /// Show every setting and where it came from
-    #[arg(short, long)]
-    pub verbose: bool,
 }
 
 /// Flags of `convert`.
@@ -691,7 +699,7 @@ mod tests {
             panic!("another command")
         };
         assert_eq!(run.stop, ["a", "-b"]);
-        assert_eq!((run.temp, run.seed, run.ram), (Some(0.0), Some(Seed::Random), Some(Ram::Bytes(2 << 30))));
+        assert_eq!((run.temp, run.seed, run.engine.ram), (Some(0.0), Some(Seed::Random), Some(Ram::Bytes(2 << 30))));
         let Command::Run(run) =
             Args::try_parse_from(["millstream", "run", "--n-predict", "-1", "-p", "-x"]).unwrap().command
         else {

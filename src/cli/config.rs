@@ -13,7 +13,7 @@ use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
 use crate::limits::{PROGRAM_REST_BYTES, THREAD_BYTES};
 
 use super::Failure;
-use super::args::{self, Chunk, KernelChoice, Ram, RunArgs, Seed};
+use super::args::{self, Chunk, EngineArgs, KernelChoice, Ram, RunArgs, Seed};
 use super::machine::Machine;
 use super::reading::{Asked, Reading};
 use super::tuning::{Lookup, Profile};
@@ -127,22 +127,22 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     settings.add("stop", args.stop.clone(), if args.stop.is_empty() { "default" } else { "flag" });
 
     let default_threads = (machine.cores, "cores this process may use");
-    let threads = settings.pick("threads", args.threads, machine, args::parse_threads, default_threads)?;
-    let ram = settings.pick("ram", args.ram, machine, args::parse_ram, (Ram::Auto, &machine.memory.source))?;
-    let (reading, asked) = decide_reading(args, machine, &mut settings)?;
-    let mirrors = decide_mirrors(args, &mut settings)?;
-    let tuning = args.tuning.unwrap_or(true);
-    settings.add("tuning", args::TUNING.name(tuning), flag_or_default(&args.tuning));
-    let usage = args.usage.clone().unwrap_or_default();
-    settings.add("usage", usage.name(), flag_or_default(&args.usage));
+    let threads = settings.pick("threads", args.engine.threads, machine, args::parse_threads, default_threads)?;
+    let ram = settings.pick("ram", args.engine.ram, machine, args::parse_ram, (Ram::Auto, &machine.memory.source))?;
+    let (reading, asked) = decide_reading(&args.engine, machine, &mut settings)?;
+    let mirrors = decide_mirrors(&args.engine, &mut settings)?;
+    let tuning = args.engine.tuning.unwrap_or(true);
+    settings.add("tuning", args::TUNING.name(tuning), flag_or_default(&args.engine.tuning));
+    let usage = args.engine.usage.clone().unwrap_or_default();
+    settings.add("usage", usage.name(), flag_or_default(&args.engine.usage));
     let mut engine = EngineConfig {
         mirrors,
         verify_seed: sampling.seed,
         timeline: args.timeline.is_some(),
         ..EngineConfig::new(machine.memory.available)
     };
-    decide_arithmetic(args, &mut engine, &mut settings);
-    decide_experts(args, &mut engine, &mut settings);
+    decide_arithmetic(&args.engine, &mut engine, &mut settings);
+    decide_experts(&args.engine, &mut engine, &mut settings);
     Ok(RunConfig {
         model,
         sampling,
@@ -320,7 +320,7 @@ fn check_dir(what: &str, dir: &Path, hint: &str) -> Result<(), Failure> {
     }
 }
 
-fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) -> Result<(Reading, Asked), Failure> {
+fn decide_reading(args: &EngineArgs, machine: &Machine, settings: &mut Settings) -> Result<(Reading, Asked), Failure> {
     let io = settings.pick("io", args.io, machine, str::parse, (IoMode::Auto, "default"))?;
     let device = settings.pick("device", args.device, machine, str::parse, (DeviceKind::Auto, "default"))?;
     settle(io, device).map_err(|error| Failure { hint: error.hint(), ..Failure::usage(error.to_string()) })?;
@@ -338,7 +338,7 @@ fn decide_reading(args: &RunArgs, machine: &Machine, settings: &mut Settings) ->
     Ok((reading, asked))
 }
 
-fn decide_mirrors(args: &RunArgs, settings: &mut Settings) -> Result<Vec<PathBuf>, Failure> {
+fn decide_mirrors(args: &EngineArgs, settings: &mut Settings) -> Result<Vec<PathBuf>, Failure> {
     for dir in &args.mirror {
         check_dir("mirror", dir, "--mirror takes a directory with copies of the model's shards")?;
     }
@@ -351,7 +351,7 @@ fn decide_mirrors(args: &RunArgs, settings: &mut Settings) -> Result<Vec<PathBuf
 }
 
 /// How numbers are computed.
-fn decide_arithmetic(args: &RunArgs, engine: &mut EngineConfig, settings: &mut Settings) {
+fn decide_arithmetic(args: &EngineArgs, engine: &mut EngineConfig, settings: &mut Settings) {
     let kernels = args.kernels.unwrap_or(KernelChoice::Auto);
     settings.add("kernels", kernels.to_string(), flag_or_default(&args.kernels));
     engine.isa = match kernels {
@@ -367,7 +367,7 @@ fn decide_arithmetic(args: &RunArgs, engine: &mut EngineConfig, settings: &mut S
 }
 
 /// When experts are read, which of them stay, and which are checked.
-fn decide_experts(args: &RunArgs, engine: &mut EngineConfig, settings: &mut Settings) {
+fn decide_experts(args: &EngineArgs, engine: &mut EngineConfig, settings: &mut Settings) {
     engine.pipeline = args.pipeline.unwrap_or_default();
     settings.add("pipeline", args::SWITCH.name(engine.pipeline), flag_or_default(&args.pipeline));
     engine.prefetch = args.prefetch.unwrap_or_default();

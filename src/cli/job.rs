@@ -38,7 +38,7 @@ pub struct Prepared {
 /// is copied from or made anew.
 pub fn inputs(args: &RunArgs, machine: &Machine) -> Vec<PathBuf> {
     let model = args.model.clone().or_else(|| machine.variable("MILLSTREAM_MODEL").map(PathBuf::from));
-    model.into_iter().chain(args.mirror.iter().cloned()).chain(args.file.clone()).collect()
+    model.into_iter().chain(args.engine.mirror.iter().cloned()).chain(args.file.clone()).collect()
 }
 
 /// Prepares the generation that `args` ask for; none when the model's conversion was interrupted.

@@ -44,10 +44,10 @@ impl Known {
         let weights = 3 * arch.moe.width * arch.hidden * experts.len();
         let bytes: u64 = experts.iter().map(|expert| expert.bytes()).sum();
         let given: [(&'static str, bool); 4] = [
-            ("--io", args.io.is_some()),
-            ("--device", args.device.is_some()),
-            ("--depth", args.depth.is_some()),
-            ("--chunk", args.chunk.is_some()),
+            ("--io", args.engine.io.is_some()),
+            ("--device", args.engine.device.is_some()),
+            ("--depth", args.engine.depth.is_some()),
+            ("--chunk", args.engine.chunk.is_some()),
         ];
         let integers =
             experts.iter().all(|expert| expert.gate.scales.is_some() && expert.gate.spec.format.is_integer());
@@ -56,11 +56,11 @@ impl Known {
             cores: machine.cores,
             tuned: config.settings.iter().any(is_tuned),
             reading_flags: given.iter().filter(|(_, given)| *given).map(|(name, _)| *name).collect(),
-            serial: args.pipeline == Some(Switch::Off),
-            no_prefetch: args.prefetch == Some(Switch::Off),
-            kernels_given: args.kernels.is_some(),
-            exact: args.activations == Some(Activations::F32) && integers,
-            dense_attention: args.dsa == Some(Dsa::Off) && arch.indexer.is_some(),
+            serial: args.engine.pipeline == Some(Switch::Off),
+            no_prefetch: args.engine.prefetch == Some(Switch::Off),
+            kernels_given: args.engine.kernels.is_some(),
+            exact: args.engine.activations == Some(Activations::F32) && integers,
+            dense_attention: args.engine.dsa == Some(Dsa::Off) && arch.indexer.is_some(),
             expert_bits: 8.0 * bytes as f64 / weights.max(1) as f64,
         }
     }

@@ -13,7 +13,7 @@ use crate::engine::config::DEFAULT_CONTEXT;
 use crate::engine::predict::{self, Drive, Prediction, Speeds, Work};
 use crate::engine::{Engine, EngineConfig, StageGraph, Switch};
 
-use super::args::{self, Ram, RunArgs};
+use super::args::{self, EngineArgs, Ram, RunArgs};
 use super::config::{self, RunConfig};
 use super::machine::Machine;
 use super::tuning::{self, Lookup};
@@ -70,15 +70,15 @@ pub struct PlanArgs {
 
 /// Prints the plan.
 pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
-    let run = RunArgs {
-        model: args.model.clone(),
+    let plain = args::plain_run();
+    let engine = EngineArgs {
         ram: args.ram,
         prefetch: args.prefetch,
         threads: args.threads,
         usage: args.usage.clone(),
-        quiet: true,
-        ..args::plain_run()
+        ..plain.engine
     };
+    let run = RunArgs { model: args.model.clone(), quiet: true, engine, ..plain };
     let mut config = config::decide(&run, machine)?;
     config.check_memory(machine)?;
     let Some(checkpoint) = job::open_checkpoint(&run, &mut config, machine)? else { return Ok(Done::Interrupted) };

@@ -156,8 +156,8 @@ pub fn sweep(args: &SweepArgs, machine: &Machine) -> Result<Done, Failure> {
 /// Refuses what makes no sweep, before a model is opened.
 fn check(knob: Knob, values: &[u64], common: &Common, machine: &Machine) -> Result<(), Failure> {
     let varied = match knob {
-        Knob::Ram => common.run.ram.is_some(),
-        Knob::Threads => common.run.threads.is_some(),
+        Knob::Ram => common.run.engine.ram.is_some(),
+        Knob::Threads => common.run.engine.threads.is_some(),
     };
     if varied {
         let name = knob.name();
@@ -186,7 +186,7 @@ fn run_args(knob: Knob, values: &[u64], common: &Common) -> RunArgs {
     let mut run = common.run.clone();
     run.max_tokens = run.max_tokens.or(Some(TOKENS_DEFAULT));
     if let (Knob::Ram, Some(most)) = (knob, values.last()) {
-        run.ram = Some(Ram::Bytes(*most));
+        run.engine.ram = Some(Ram::Bytes(*most));
     }
     run
 }

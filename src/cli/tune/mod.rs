@@ -20,7 +20,7 @@ use crate::checkpoint::{Checkpoint, ExpertSource};
 use crate::engine::{Engine, Memory, Verify};
 use crate::limits::{CHALLENGERS_MAX, TRIAL_TOKENS_MAX};
 
-use super::args::{self, Ram, RunArgs};
+use super::args::{self, EngineArgs, Ram, RunArgs};
 use super::bench_io::facts::Facts;
 use super::bench_io::measure::{self as reads, Plan};
 use super::bench_io::source::Source;
@@ -125,14 +125,9 @@ pub fn tune(args: &TuneArgs, machine: &Machine) -> Result<Done, Failure> {
 /// The settings of `run` with the same flags.
 fn run_args(args: &TuneArgs) -> RunArgs {
     // What an earlier tune found does not count.
-    RunArgs {
-        model: args.model.clone(),
-        threads: args.threads,
-        ram: args.ram,
-        quiet: args.quiet,
-        tuning: Some(false),
-        ..args::plain_run()
-    }
+    let plain = args::plain_run();
+    let engine = EngineArgs { threads: args.threads, ram: args.ram, tuning: Some(false), ..plain.engine };
+    RunArgs { model: args.model.clone(), quiet: args.quiet, engine, ..plain }
 }
 
 fn measure(
