@@ -15,7 +15,7 @@ use std::sync::atomic::AtomicBool;
 
 use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::synth::{Preset, SynthOptions, synth};
-use millstream::engine::{AttentionForm, Engine, EngineConfig, GuessFrom, GuessRule, Memory, Switch};
+use millstream::engine::{AttentionForm, Engine, EngineConfig, GuessFrom, GuessRule, Memory, Switch, Switches};
 use millstream::store::trace::report::{Foretold, Report, Share};
 use millstream::store::trace::{Recorder, Trace};
 
@@ -76,8 +76,11 @@ fn record(model: &Path, from: GuessFrom, windows: &[Vec<u32>]) -> Trace {
         context: Some(windows[0].len()),
         threads: 2,
         // Guesses are made for the recorder; nothing has to be read by them.
-        prefetch: Switch::Off,
-        guess: GuessRule { from, ..GuessRule::default() },
+        switches: Switches {
+            prefetch: Switch::Off,
+            guess: GuessRule { from, ..GuessRule::default() },
+            ..Switches::default()
+        },
         ..EngineConfig::new(0)
     };
     let mut engine = Engine::open(Checkpoint::open(model).unwrap(), &config).unwrap();

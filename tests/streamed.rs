@@ -7,7 +7,7 @@ mod engines;
 
 use engines::{ALL_SLABS, Answer, Arithmetic, Model, Reader, Setup, answer, assert_same, has, has_ring, open};
 use millstream::engine::{
-    Activations, AttentionForm, Depth, Engine, EngineError, GuessFrom, GuessRule, PolicyKind, Switch,
+    Activations, AttentionForm, Depth, Engine, EngineError, GuessFrom, GuessRule, PolicyKind, Switch, Switches,
 };
 use millstream::kernels::Kernels;
 use millstream::store::{ExpertKey, Tier};
@@ -183,6 +183,49 @@ fn lookahead_reads_ahead_and_finds_some_of_what_comes() {
         assert!(experts.previous_token_recall.is_some(), "what a guess has to beat needs no guess");
         let free = engine.store().pool().free();
         assert_eq!(free + engine.store().resting(), engine.store().pool().slabs(), "nothing is in flight");
+    }
+}
+
+#[test]
+fn switches_turned_between_generations_change_no_bit() {
+    let arithmetic =
+        Arithmetic { model: Model::TalesInt4, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let prompt = Model::TalesInt4.prompt(37);
+    let expected = run(&arithmetic, &RESIDENT, &prompt);
+    // One that was opened without reading ahead has room for guesses as soon as it is to make them.
+    for (slabs, prefetch) in [(1, Switch::Off), (24, Switch::Off), (24, Switch::Auto)] {
+        let setup = Setup { slabs, prefetch, reader: Reader::Slowed(77), ..RESIDENT };
+        let mut engine = open(&arithmetic, &setup).unwrap();
+        let all = [Switch::Off, Switch::On, Switch::Auto];
+        let pairs = all.into_iter().flat_map(|pipeline| all.map(|prefetch| (pipeline, prefetch)));
+        for (turn, (pipeline, prefetch)) in pairs.enumerate() {
+            let from = [GuessFrom::Shared, GuessFrom::Attention][turn % 2];
+            let switches = Switches { pipeline, prefetch, guess: GuessRule { from, layers: 1 + turn / 2 % 2 } };
+            engine.set_switches(switches).unwrap();
+            assert_eq!(engine.switches(), switches);
+            assert_same(&expected, &answer(&mut engine, &prompt, TOKENS), &(setup, switches));
+            engines::greedy(&mut engine, &prompt, TOKENS).unwrap();
+            let issued = engine.stats().experts.prefetch_issued;
+            match prefetch {
+                Switch::Off => assert_eq!(issued, 0, "{switches:?}"),
+                // One slab is left to requests.
+                Switch::On => assert_eq!(issued > 0, slabs > 1, "{switches:?}"),
+                Switch::Auto => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rule_that_no_engine_follows_turns_nothing() {
+    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let mut engine = open(&arithmetic, &RESIDENT).unwrap();
+    let before = engine.switches();
+    for layers in [0, 3] {
+        let guess = GuessRule { layers, ..GuessRule::default() };
+        let refused = engine.set_switches(Switches { pipeline: Switch::Off, guess, ..before }).unwrap_err();
+        assert!(matches!(refused, EngineError::Size { value, least: 1, most: 2, .. } if value == layers), "{refused}");
+        assert_eq!(engine.switches(), before);
     }
 }
 

@@ -10,7 +10,7 @@ use std::process::Output;
 use std::sync::OnceLock;
 
 use millstream::checkpoint::Checkpoint;
-use millstream::engine::{Engine, EngineConfig, Memory, PolicyKind, Switch};
+use millstream::engine::{Engine, EngineConfig, Memory, PolicyKind, Switch, Switches};
 use millstream::store::trace::simulate::Requests;
 use millstream::store::trace::{Recorder, Trace, TraceError};
 use program::{done, json, program, refused, stderr, stdout};
@@ -130,7 +130,7 @@ fn a_replay_hits_as_often_as_the_engine_did() {
                 context: Some(256),
                 prefill_rows: 1,
                 policy,
-                prefetch: Switch::Off,
+                switches: Switches { prefetch: Switch::Off, ..Switches::default() },
                 ..EngineConfig::new(0)
             };
             let mut engine = Engine::open(Checkpoint::open(&tales()).unwrap(), &config).unwrap();

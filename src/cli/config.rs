@@ -368,10 +368,11 @@ fn decide_arithmetic(args: &EngineArgs, engine: &mut EngineConfig, settings: &mu
 
 /// When experts are read, which of them stay, and which are checked.
 fn decide_experts(args: &EngineArgs, engine: &mut EngineConfig, settings: &mut Settings) {
-    engine.pipeline = args.pipeline.unwrap_or_default();
-    settings.add("pipeline", args::SWITCH.name(engine.pipeline), flag_or_default(&args.pipeline));
-    engine.prefetch = args.prefetch.unwrap_or_default();
-    settings.add("prefetch", args::SWITCH.name(engine.prefetch), flag_or_default(&args.prefetch));
+    let switches = &mut engine.switches;
+    switches.pipeline = args.pipeline.unwrap_or_default();
+    settings.add("pipeline", args::SWITCH.name(switches.pipeline), flag_or_default(&args.pipeline));
+    switches.prefetch = args.prefetch.unwrap_or_default();
+    settings.add("prefetch", args::SWITCH.name(switches.prefetch), flag_or_default(&args.prefetch));
     engine.policy = args.policy.unwrap_or_default();
     settings.add("policy", engine.policy.name(), flag_or_default(&args.policy));
     engine.pins = args.pins.unwrap_or_default();

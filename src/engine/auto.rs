@@ -55,6 +55,16 @@ impl Chooser {
         }
     }
 
+    /// Where it stands while nothing is asked.
+    pub(super) fn position(&self) -> bool {
+        self.position
+    }
+
+    /// Another sequence begins: its first step has no step before it to be compared with.
+    pub(super) fn begin(&mut self) {
+        self.state = State::Steady { last: 0.0 };
+    }
+
     /// Whether the next step is one in which nothing else should be turned.
     pub(super) fn is_probing(&self) -> bool {
         self.until_probe == 0 || matches!(self.state, State::Probed { .. })

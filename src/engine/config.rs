@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use millstream_io::{DEPTH_AUTO, DeviceKind, IoMode};
 
 use super::EngineError;
-use crate::forward::GuessRule;
+use super::switches::{Switch, Switches};
 use crate::kernels::Isa;
-use crate::limits::{LOOKAHEAD_LAYERS_MAX, MAX_ROWS, MAX_THREADS, MIN_SLABS};
+use crate::limits::{MAX_ROWS, MAX_THREADS, MIN_SLABS};
 use crate::ops::Activations;
 use crate::store::Verify;
 use crate::store::policy::PolicyKind;
@@ -38,29 +38,6 @@ pub enum Dsa {
     On,
     /// Every position is attended to.
     Off,
-}
-
-/// Something that is on, off, or decided by the engine.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Switch {
-    /// As the engine finds best.
-    #[default]
-    Auto,
-    /// On.
-    On,
-    /// Off.
-    Off,
-}
-
-impl Switch {
-    /// On or off where that was asked for.
-    pub(super) fn asked(self) -> Option<bool> {
-        match self {
-            Switch::Auto => None,
-            Switch::On => Some(true),
-            Switch::Off => Some(false),
-        }
-    }
 }
 
 /// How much memory experts get.
@@ -109,12 +86,8 @@ pub struct EngineConfig {
     pub depth: Depth,
     /// Largest single request, a multiple of 64 KiB or [`millstream_io::CHUNK_WHOLE`]; `None` for the device's default.
     pub chunk_bytes: Option<u32>,
-    /// Whether arithmetic goes on while experts are read. Off reads everything that a layer needs, then computes.
-    pub pipeline: Switch,
-    /// Whether experts that the next layer will probably ask for are read ahead.
-    pub prefetch: Switch,
-    /// How it is guessed which those are.
-    pub guess: GuessRule,
+    /// When experts are read, until [`super::Engine::set_switches`] says otherwise.
+    pub switches: Switches,
     /// Whether to keep what was done when, for [`super::Engine::timeline`].
     pub timeline: bool,
     /// Which cached expert gives way to another.
@@ -160,17 +133,12 @@ impl EngineConfig {
             false => Err(EngineError::Size { name, value, least: *range.start(), most: *range.end() }),
         };
         within("compute threads", self.threads, 1..=MAX_THREADS)?;
-        within("layers to guess ahead", self.guess.layers, 1..=LOOKAHEAD_LAYERS_MAX)?;
+        self.switches.check()?;
         within("rows of a prefill chunk", self.prefill_rows, 1..=MAX_ROWS)?;
         match self.memory {
             Memory::Slabs(slabs) => within("slabs", slabs, MIN_SLABS..=u32::MAX as usize),
             Memory::Total(_) => Ok(()),
         }
-    }
-
-    /// How guesses are made, where any are read ahead.
-    pub fn guesses(&self) -> Option<GuessRule> {
-        (self.prefetch != Switch::Off).then_some(self.guess)
     }
 
     /// The defaults of `run`, with one compute thread and `available_bytes` of memory.
@@ -181,9 +149,7 @@ impl EngineConfig {
             device: DeviceKind::Auto,
             depth: Depth::Auto,
             chunk_bytes: None,
-            pipeline: Switch::Auto,
-            prefetch: Switch::Auto,
-            guess: GuessRule::default(),
+            switches: Switches::default(),
             timeline: false,
             policy: PolicyKind::default(),
             history: Vec::new(),

@@ -210,36 +210,13 @@ impl Engine {
                 break;
             }
             let began = self.meter.wall();
-            self.turn_switches();
+            self.turning.turn(&mut self.experts);
             let step = Step { tokens: &[id], form: self.decode_form, logits: Logits::Last, cancel };
             self.observed_step(&step, observer)?;
-            self.judge_switches((self.meter.wall() - began).as_secs_f64());
+            self.turning.judge(&self.experts, (self.meter.wall() - began).as_secs_f64());
             self.times.decode_steps += 1;
         }
         Ok(Finish::Length)
-    }
-
-    /// Sets what is decided by measuring for the next step, which turns at most one of the two.
-    fn turn_switches(&mut self) {
-        let Engine { pipeline, prefetch, experts, .. } = self;
-        let free = prefetch.as_ref().is_none_or(|prefetch| !prefetch.is_probing());
-        if let Some(chooser) = pipeline {
-            experts.pipeline = chooser.next(free);
-        }
-        if let Some(chooser) = prefetch {
-            let free = pipeline.as_ref().is_none_or(|pipeline| !pipeline.is_compared());
-            experts.prefetch = chooser.next(free);
-        }
-    }
-
-    fn judge_switches(&mut self, seconds: f64) {
-        let Engine { pipeline, prefetch, experts, .. } = self;
-        if let Some(chooser) = pipeline {
-            chooser.observe(experts.pipeline, seconds);
-        }
-        if let Some(chooser) = prefetch {
-            chooser.observe(experts.prefetch, seconds);
-        }
     }
 
     pub(super) fn readings(&self) -> Readings {
@@ -261,6 +238,7 @@ impl Engine {
         self.experts.store.reset_stats();
         self.experts.store.exchange_pins();
         self.state.lookahead.reset();
+        self.turning.begin(&mut self.experts);
         self.times = Times { prompt_tokens, ..Times::default() };
         self.meter.restart();
     }

@@ -11,6 +11,7 @@ pub mod predict;
 pub mod sampler;
 pub mod stats;
 pub mod stop;
+mod switches;
 pub mod timeline;
 
 use std::sync::Arc;
@@ -34,13 +35,14 @@ use crate::ops::rope::Rope;
 pub use crate::store::policy::PolicyKind;
 use crate::store::{ExpertStore, ExpertTable, ReadRecord, SlabSize, trace};
 pub use crate::store::{Hung, Notice, Verify, Watch};
-use auto::Chooser;
 use budget::{Budget, Demand, Slabs};
-pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory, Switch};
+pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory};
 pub use error::EngineError;
 use generate::Times;
 pub use generate::{Finish, Job, Outcome};
 use sampler::Sampler;
+use switches::Turning;
+pub use switches::{Switch, Switches};
 
 /// Rows of a chunk at which the explicit form must pay to be chosen by itself.
 const AUTO_EXPLICIT_ROWS: usize = 128;
@@ -63,10 +65,7 @@ pub struct Engine {
     traced: trace::Header,
     load: Duration,
     times: Times,
-    /// Decides whether reads and arithmetic overlap, where that is left to measuring.
-    pipeline: Option<Chooser>,
-    /// The same of reading ahead.
-    prefetch: Option<Chooser>,
+    turning: Turning,
 }
 
 /// Opens the device that expert reads go through; a test may put another in its place.
@@ -113,21 +112,6 @@ impl Engine {
         // After the slabs: reading the weights fills memory with pages of their files, and leaves none in pieces as large as
         // slabs want.
         let resident = p.plan.load()?;
-        if config.prefetch != Switch::Off {
-            // As many as one row asks for in each layer ahead, and again as many that turned out wrong; one row always
-            // finds its slots.
-            let top_k = checkpoint.arch.moe.top_k;
-            experts.store.allow_guesses((1 + config.guess.layers) * top_k, top_k);
-            experts.prefetch = true;
-            experts.ahead = config.guess.layers;
-        }
-        experts.pipeline = config.pipeline != Switch::Off;
-
-        // What names the stages is made from the model, so that a graph that cannot run is our fault.
-        let graph = StageGraph::new(&checkpoint.arch, config.guesses());
-        if let Err(fault) = graph.check() {
-            panic!("the stages of a step: {fault}");
-        }
         let opened_in = checkpoint.took();
         let traced = traced(&checkpoint, &experts.store);
         let arch = checkpoint.arch;
@@ -137,7 +121,8 @@ impl Engine {
         if config.timeline {
             experts.store.record_reads(kept);
         }
-        Ok(Engine {
+        let guess_from = config.switches.guess.from;
+        let mut engine = Engine {
             experts,
             kv: KvCache::new(&arch, p.context, p.sparse),
             state: p.state,
@@ -152,10 +137,11 @@ impl Engine {
             traced,
             load: opened_in + started.elapsed(),
             times: Times::default(),
-            pipeline: (config.pipeline == Switch::Auto).then(|| Chooser::new(true)),
-            prefetch: (config.prefetch == Switch::Auto).then(|| Chooser::new(true)),
-            model: Model { rope: p.rope, compute, arch, resident, sparse: p.sparse, guess_from: config.guess.from },
-        })
+            turning: Turning::new(config.switches),
+            model: Model { rope: p.rope, compute, arch, resident, sparse: p.sparse, guess_from },
+        };
+        engine.apply_switches();
+        Ok(engine)
     }
 
     /// How memory would be divided, without loading anything. Fails as [`Engine::open`] would before it loads.

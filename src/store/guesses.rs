@@ -47,12 +47,13 @@ enum Fate {
 impl Guesses {
     /// No slot may hold a guess.
     pub(super) fn none() -> Guesses {
-        Guesses::at_most(0, 0)
+        Guesses { most: 0, demand: 0, held: vec![] }
     }
 
-    /// `most` slots may, and of every size all but `demand`.
-    pub(super) fn at_most(most: usize, demand: usize) -> Guesses {
-        Guesses { most, demand, held: Vec::with_capacity(most) }
+    /// `most` slots may, and of every size all but `demand`. Those that do stay.
+    fn bound(&mut self, most: usize, demand: usize) {
+        (self.most, self.demand) = (most, demand);
+        self.held.reserve(most.saturating_sub(self.held.len()));
     }
 
     /// Whether one of `slots` slots of a size may hold one more. What other sizes hold counts too: guesses are for one layer.
@@ -116,8 +117,7 @@ impl Guesses {
 impl ExpertStore {
     /// From now on lets up to `most` slots hold guesses, and always leaves at least `demand` of every size to requests.
     pub fn allow_guesses(&mut self, most: usize, demand: usize) {
-        self.drop_guesses();
-        self.guesses = Guesses::at_most(most.min(self.slots.len()), demand.max(1));
+        self.guesses.bound(most.min(self.slots.len()), demand.max(1));
     }
 
     /// Expects a request of `layer`, one after the current request's, for `experts`, the likeliest first: what is not

@@ -13,7 +13,7 @@ use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::{
     Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, GuessFrom, GuessRule, Job, Memory,
-    PolicyKind, Switch, Verify,
+    PolicyKind, Switch, Switches, Verify,
 };
 use millstream::kernels::Isa;
 use millstream_io::{
@@ -217,9 +217,7 @@ pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
         memory: Memory::Slabs(slabs),
         depth,
         chunk_bytes,
-        pipeline,
-        prefetch,
-        guess,
+        switches: Switches { pipeline, prefetch, guess },
         policy,
         pins,
         // Enough selections to be trusted, of some experts more than of others.

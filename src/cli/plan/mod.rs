@@ -83,7 +83,7 @@ pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
     config.check_memory(machine)?;
     let Some(checkpoint) = job::open_checkpoint(&run, &mut config, machine)? else { return Ok(Done::Interrupted) };
     let context = args.ctx_size.unwrap_or(checkpoint.arch.max_context.min(DEFAULT_CONTEXT));
-    let graph = StageGraph::new(&checkpoint.arch, config.engine(context).guesses());
+    let graph = StageGraph::new(&checkpoint.arch, config.engine(context).switches.guesses());
     let text = if args.dot {
         graph.dot()
     } else {
