@@ -2,13 +2,20 @@
 //! of every speed.
 //!
 //! `cargo bench --bench pipeline` draws a model of a few hundred megabytes, measures what a token of it takes without
-//! reading, and plays drives beside which that is little, as much, or a lot, and one that serves one read after the other.
-//! On each of them every position of `--pipeline` and `--prefetch` generates the same tokens, the positions taking
-//! turns, in another order each round; medians are printed as a Markdown table. `auto` is compared with the best fixed
-//! position round by round. "early" are guesses made before the shared expert. The experts come from the page cache, so
-//! that the played drive is the slower one; one thread computes, and in f32, so that copying has a core of its own and
-//! takes little of its time. Under `cargo test` it does the same with a few tokens. `MILLSTREAM_BENCH_DIR` names the
-//! directory of the model, which is removed at the end.
+//! reading, and plays drives beside which that is little, as much, or a lot, and one that serves one read after the
+//! other. On each of them one engine generates the same tokens in every position of `--pipeline` and `--prefetch`, the
+//! positions taking turns in a new order each round. One engine, as two that are set alike differ by more than what is
+//! looked for: by where their memory lies. One position takes part twice, which shows what is left of that.
+//!
+//! What a run finds in the cache is what the prompt before its answer left: it is the same for all, and asks for more
+//! experts than there are slabs. What is counted begins after it. `auto` goes on from what it measured in its own runs;
+//! it measures nothing in those of others. "early" are guesses made before the shared expert.
+//!
+//! Medians are printed as a Markdown table, and every position is compared with the best fixed one round by round. The
+//! experts come from the page cache, so that the played drive is the slower one; one thread computes, and in f32, so
+//! that copying has a core of its own and takes little of its time. Under `cargo test` it does the same with a few
+//! tokens. `MILLSTREAM_BENCH_DIR` names the directory of the model, which is removed at the end, and
+//! `MILLSTREAM_BENCH_ONLY` a part of the name of the drives to play.
 
 // An engine's error is large, and made once an engine at most.
 #![allow(clippy::result_large_err)]
@@ -20,10 +27,11 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use millstream::checkpoint::Checkpoint;
+use millstream::checkpoint::arch::MlpKind;
 use millstream::checkpoint::synth::{Preset, SynthOptions, synth};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::stats::Stats;
-use millstream::engine::{Activations, Engine, EngineConfig, GuessFrom, GuessRule, Job, Memory, Switch};
+use millstream::engine::{Activations, Engine, EngineConfig, GuessFrom, GuessRule, Job, Memory, Switch, Switches};
 use millstream_io::{DeviceConfig, DeviceKind, IoMode, ThrottleConfig, open_device, throttled};
 
 /// Share of the experts that there are slabs for.
@@ -33,11 +41,23 @@ const PARALLEL: usize = 8;
 /// Before the first byte of a read.
 const LATENCY: Duration = Duration::from_micros(80);
 
-/// A position of `--pipeline` and `--prefetch`, and where guesses are made.
+/// A position of the switches.
 struct Position {
-    pipeline: (&'static str, Switch),
-    prefetch: (&'static str, Switch),
-    from: GuessFrom,
+    pipeline: &'static str,
+    prefetch: &'static str,
+    switches: Switches,
+    /// Whether it is one that `auto` is measured against.
+    fixed: bool,
+}
+
+const fn position(pipeline: (&'static str, Switch), prefetch: (&'static str, Switch), from: GuessFrom) -> Position {
+    let guess = GuessRule { from, layers: 1 };
+    Position {
+        pipeline: pipeline.0,
+        prefetch: prefetch.0,
+        switches: Switches { pipeline: pipeline.1, prefetch: prefetch.1, guess },
+        fixed: true,
+    }
 }
 
 const ON: (&str, Switch) = ("on", Switch::On);
@@ -45,19 +65,17 @@ const OFF: (&str, Switch) = ("off", Switch::Off);
 const AUTO: (&str, Switch) = ("auto", Switch::Auto);
 /// Guesses are worse, and there sooner.
 const EARLY: (&str, Switch) = ("early", Switch::On);
+/// The first position once more.
+const AGAIN: (&str, Switch) = ("on, again", Switch::On);
 
-const fn position(pipeline: (&'static str, Switch), prefetch: (&'static str, Switch)) -> Position {
-    Position { pipeline, prefetch, from: GuessFrom::Shared }
-}
-
-/// The last is compared with the others.
-const POSITIONS: [Position; 6] = [
-    position(ON, ON),
-    Position { from: GuessFrom::Attention, ..position(ON, EARLY) },
-    position(ON, OFF),
-    position(OFF, ON),
-    position(OFF, OFF),
-    position(AUTO, AUTO),
+const POSITIONS: [Position; 7] = [
+    position(ON, ON, GuessFrom::Shared),
+    position(ON, EARLY, GuessFrom::Attention),
+    position(ON, OFF, GuessFrom::Shared),
+    position(OFF, ON, GuessFrom::Shared),
+    position(OFF, OFF, GuessFrom::Shared),
+    Position { fixed: false, ..position(ON, AGAIN, GuessFrom::Shared) },
+    Position { fixed: false, ..position(AUTO, AUTO, GuessFrom::Shared) },
 ];
 
 /// How much one measurement does.
@@ -78,18 +96,37 @@ fn main() -> Result<(), Box<dyn Error>> {
     let dir = tempfile::tempdir_in(dir)?;
     let model = dir.path().join("model");
     synth(&model, &SynthOptions::new(size.preset.parse::<Preset>()?), &mut |_| {})?;
+    let drives = drives(&model, &size)?;
+    let only = std::env::var("MILLSTREAM_BENCH_ONLY").ok();
+    for (name, drive) in drives.iter().filter(|(name, _)| only.as_ref().is_none_or(|only| name.contains(only))) {
+        let runs = measure(&model, drive, &size)?;
+        let latency = drive.latency.as_secs_f64() * 1e3;
+        println!(
+            "### {name}: {:.2} GB/s, {latency:.2} ms, {} at a time\n",
+            drive.bytes_per_s as f64 / 1e9,
+            drive.parallelism
+        );
+        show(&runs)?;
+    }
+    Ok(())
+}
+
+/// Drives that are played, by what the arithmetic and the reads of a token take here.
+fn drives(model: &Path, size: &Size) -> Result<[(&'static str, ThrottleConfig); 4], Box<dyn Error>> {
+    let unaided = Switches { pipeline: Switch::On, prefetch: Switch::Off, ..Switches::default() };
     // Once through the page cache, and what a token takes where nothing is read or waited for.
-    let mut resident = open(&model, None, &position(ON, OFF))?;
-    generate(&mut resident, &size)?;
-    let stats = generate(&mut resident, &size)?;
+    let mut resident = open(model, None)?;
+    resident.set_switches(unaided)?;
+    generate(&mut resident, size)?;
+    let stats = generate(&mut resident, size)?;
     let compute_s = stats.decode_s / stats.decode_steps as f64;
     drop(resident);
     // What a token reads where experts have to share slabs, and the bytes of a read.
-    let mut streamed = open(&model, Some(ThrottleConfig::default()), &position(ON, OFF))?;
-    let stats = generate(&mut streamed, &size)?;
-    let bytes = stats.io.bytes as f64 / (stats.prompt_tokens + stats.decode_steps) as f64;
-    let reads = stats.io.reads as f64 / (stats.prompt_tokens + stats.decode_steps) as f64;
-    drop(streamed);
+    let mut streamed = open(model, Some(ThrottleConfig::default()))?;
+    streamed.set_switches(unaided)?;
+    let stats = generate(&mut streamed, size)?;
+    let tokens = (stats.prompt_tokens + stats.decode_steps) as f64;
+    let (bytes, reads) = (stats.io.bytes as f64 / tokens, stats.io.reads as f64 / tokens);
     println!(
         "a token computes {:.2} ms and reads {:.2} MB in {reads:.1} reads, hit rate {:.2}\n",
         compute_s * 1e3,
@@ -103,69 +140,79 @@ fn main() -> Result<(), Box<dyn Error>> {
         queue: 64,
     };
     // Half of its time is latency, which nothing hides.
-    let serial = ThrottleConfig {
+    let one_by_one = ThrottleConfig {
         latency: Duration::from_secs_f64(compute_s / reads / 2.0),
         bytes_per_s: (bytes / (compute_s / 2.0)) as u64 + 1,
         parallelism: 1,
         queue: 64,
     };
-    let regimes = [
+    Ok([
         ("disk 4 times arithmetic", parallel(4.0)),
         ("balanced", parallel(1.0)),
+        ("balanced, one read at a time", one_by_one),
         ("arithmetic 4 times disk", parallel(0.25)),
-        ("balanced, one read at a time", serial),
-    ];
-    let only = std::env::var("MILLSTREAM_BENCH_ONLY").ok();
-    for (name, drive) in regimes.iter().filter(|(name, _)| only.as_ref().is_none_or(|only| name.contains(only))) {
-        regime(&model, name, drive, &size)?;
+    ])
+}
+
+/// For each position the statistics of its runs, one a round. The first round fills the cache, and `auto` learns.
+fn measure(model: &Path, drive: &ThrottleConfig, size: &Size) -> Result<Vec<Vec<Stats>>, Box<dyn Error>> {
+    let mut engine = open(model, Some(*drive))?;
+    let mut runs = vec![vec![]; POSITIONS.len()];
+    let mut order: Vec<usize> = (0..POSITIONS.len()).collect();
+    let mut random = Random(1);
+    for _ in 0..=size.rounds {
+        for at in (1..order.len()).rev() {
+            order.swap(at, random.below(at + 1));
+        }
+        for &at in &order {
+            engine.set_switches(POSITIONS[at].switches)?;
+            runs[at].push(generate(&mut engine, size)?);
+        }
     }
-    Ok(())
+    Ok(runs)
+}
+
+/// A linear congruential generator: the order of the positions is the same in every run of the bench.
+struct Random(u64);
+
+impl Random {
+    /// Even enough for a handful of values.
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % bound
+    }
 }
 
 /// Prints the table of one drive.
-fn regime(model: &Path, name: &str, drive: &ThrottleConfig, size: &Size) -> Result<(), Box<dyn Error>> {
-    let mut arms = vec![];
-    for position in &POSITIONS {
-        arms.push((position.pipeline.0, position.prefetch.0, open(model, Some(*drive), position)?, vec![]));
-    }
-    // The first round fills the cache and is not counted.
-    for round in 0..=size.rounds {
-        for turn in 0..arms.len() {
-            // Each round begins with another one, and every second goes backwards.
-            let step = if round % 2 == 0 { turn } else { arms.len() - turn };
-            let at = (round + step) % arms.len();
-            let (_, _, engine, runs) = &mut arms[at];
-            let stats = generate(engine, size)?;
-            if round > 0 {
-                runs.push(stats);
-            }
-        }
-    }
-    let latency = drive.latency.as_secs_f64() * 1e3;
+fn show(runs: &[Vec<Stats>]) -> Result<(), Box<dyn Error>> {
+    // Of each position, by round; the first is not counted.
+    let took: Vec<Vec<f64>> =
+        runs.iter().map(|runs| runs.iter().map(|s| 1e3 * s.decode_s / s.decode_steps as f64).collect()).collect();
+    let medians: Vec<f64> = took.iter().map(|took| quartiles(&took[1..])[1]).collect();
+    let fixed = (0..runs.len()).filter(|&at| POSITIONS[at].fixed);
+    let best = fixed.min_by(|&a, &b| medians[a].total_cmp(&medians[b])).ok_or("no fixed position")?;
     println!(
-        "### {name}: {:.2} GB/s, {latency:.2} ms, {} at a time\n",
-        drive.bytes_per_s as f64 / 1e9,
-        drive.parallelism
+        "| pipeline | prefetch | ms a token | least | most | of the best [quartiles] | efficiency | disk | arithmetic | \
+         wait | hits | ahead | used |"
     );
-    println!(
-        "| pipeline | prefetch | ms a token | least | most | efficiency | disk | arithmetic | wait | hits | ahead | used |"
-    );
-    println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
-    let took = |stats: &Stats| 1e3 * stats.decode_s / stats.decode_steps as f64;
-    let rounds: Vec<Vec<f64>> = arms.iter().map(|(_, _, _, runs)| runs.iter().map(took).collect()).collect();
-    let mut table: Vec<(f64, &str, &str, Vec<Stats>)> = vec![];
-    for (pipeline, prefetch, _, mut runs) in arms {
-        runs.sort_by(|a, b| took(a).total_cmp(&took(b)));
-        table.push((took(&runs[runs.len() / 2]), pipeline, prefetch, runs));
-    }
-    for (median, pipeline, prefetch, runs) in &table {
-        let stats = &runs[runs.len() / 2];
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
+    for (at, position) in POSITIONS.iter().enumerate() {
+        let times = &took[at][1..];
+        // The run whose time is the median stands for the others.
+        let median = times.iter().position(|&took| took == medians[at]).ok_or("no median run")?;
+        let stats = &runs[at][1 + median];
+        let ratios = ratios(&took[at], &took[best]);
+        let [low, ratio, high] = quartiles(&ratios[1..]);
         let (overlap, experts) = (stats.overlap.unwrap_or_default(), &stats.experts);
         let share = |seconds: f64| 100.0 * seconds / overlap.wall_s;
         println!(
-            "| {pipeline} | {prefetch} | {median:.2} | {:.2} | {:.2} | {:.3} | {:.0} % | {:.0} % | {:.0} % | {:.2} | {} | {} |",
-            took(&runs[0]),
-            took(&runs[runs.len() - 1]),
+            "| {} | {} | {:.2} | {:.2} | {:.2} | {ratio:.3} [{low:.3}..{high:.3}] | {:.3} | {:.0} % | {:.0} % | {:.0} % \
+             | {:.2} | {} | {} |",
+            position.pipeline,
+            position.prefetch,
+            medians[at],
+            times.iter().copied().fold(f64::INFINITY, f64::min),
+            times.iter().copied().fold(0.0, f64::max),
             overlap.efficiency,
             share(overlap.disk_busy_s),
             share(overlap.compute_busy_s),
@@ -175,32 +222,36 @@ fn regime(model: &Path, name: &str, drive: &ThrottleConfig, size: &Size) -> Resu
             experts.prefetch_used,
         );
     }
-    let (auto, fixed) = rounds.split_last().ok_or("no position")?;
-    let best = (0..fixed.len()).min_by(|&a, &b| table[a].0.total_cmp(&table[b].0)).ok_or("no fixed position")?;
-    let mut ratios: Vec<f64> = auto.iter().zip(&fixed[best]).map(|(auto, best)| auto / best).collect();
-    ratios.sort_by(f64::total_cmp);
-    let quartile = |n: usize| ratios[(ratios.len() - 1) * n / 4];
-    let recall = table[0].3[0].experts.lookahead_recall.unwrap_or(0.0);
+    let auto = POSITIONS.len() - 1;
     println!(
-        "\nauto takes {:.3} of {}, {}, the best fixed position, in the median of {} rounds [quartiles {:.3}..{:.3}]; ratio of \
-         medians {:.3}; recall of guesses {recall:.2}\n",
-        quartile(2),
-        table[best].1,
-        table[best].2,
-        ratios.len(),
-        quartile(1),
-        quartile(3),
-        table[table.len() - 1].0 / table[best].0
+        "\nThe best fixed position is {}, {}. auto takes {:.3} of it by medians, and took {:.3} of it in the first round, \
+         which is not counted. Recall of guesses: {:.2}.\n",
+        POSITIONS[best].pipeline,
+        POSITIONS[best].prefetch,
+        medians[auto] / medians[best],
+        ratios(&took[auto], &took[best])[0],
+        runs[0][0].experts.lookahead_recall.unwrap_or(0.0)
     );
     Ok(())
 }
 
+/// Round by round.
+fn ratios(times: &[f64], of: &[f64]) -> Vec<f64> {
+    times.iter().zip(of).map(|(time, of)| time / of).collect()
+}
+
+/// First quartile, median and third, each of them one of the values.
+fn quartiles(values: &[f64]) -> [f64; 3] {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    [1, 2, 3].map(|n| sorted[(sorted.len() - 1) * n / 4])
+}
+
 /// An engine whose experts come from the page cache, slowed down where `drive` says so; all there without it.
-fn open(model: &Path, drive: Option<ThrottleConfig>, position: &Position) -> Result<Engine, Box<dyn Error>> {
+fn open(model: &Path, drive: Option<ThrottleConfig>) -> Result<Engine, Box<dyn Error>> {
     let checkpoint = Checkpoint::open(model)?;
     let arch = &checkpoint.arch;
-    let experts = arch.layers.iter().filter(|layer| layer.mlp == millstream::checkpoint::arch::MlpKind::Sparse).count()
-        * arch.moe.experts;
+    let experts = arch.layers.iter().filter(|layer| layer.mlp == MlpKind::Sparse).count() * arch.moe.experts;
     let slabs = if drive.is_some() { (experts as f64 * CACHED) as usize } else { experts };
     let config = EngineConfig {
         io: IoMode::Buffered,
@@ -208,9 +259,6 @@ fn open(model: &Path, drive: Option<ThrottleConfig>, position: &Position) -> Res
         context: Some(256),
         // The slower arithmetic: more time for each byte that has to be copied.
         activations: Activations::F32,
-        pipeline: position.pipeline.1,
-        prefetch: position.prefetch.1,
-        guess: GuessRule { from: position.from, ..GuessRule::default() },
         ..EngineConfig::new(1 << 40)
     };
     Ok(Engine::open_with(checkpoint, &config, &|files, pool| {
