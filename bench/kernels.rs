@@ -160,13 +160,13 @@ fn cases(teams: &[usize]) -> Vec<Case> {
                 add(wide(format), true);
                 add(tall(format), true);
             }
-            for format in [group(128), group(32), Format::Int8Row, Format::Int2Row] {
+            for format in [group(128), group(32), Format::Int8Row, Format::Int3Group, Format::Int2Row] {
                 add(wide(format), true);
             }
             for format in [Format::F32, Format::Bf16, Format::F16, Format::Fp8Block] {
                 add(wide(format), false);
             }
-            for format in [Format::Int4Row, group(64), Format::Int8Row] {
+            for format in [Format::Int4Row, group(64), Format::Int8Row, Format::Int3Group] {
                 add(wide(format), false);
             }
         }

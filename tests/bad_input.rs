@@ -649,6 +649,7 @@ fn every_source_type_is_resolved() {
         (2048, 64, Format::Int4Row),
         (2048, 256, Format::Int4Group { group: 16 }),
         (2048, 128, Format::Int4Group { group: 32 }),
+        (1536, 64, Format::Int3Group),
         (1024, 64, Format::Int2Row),
     ] {
         let model = with_expert("U8", &[bytes], bytes as usize, &[scales(".qs", "F32", &[count])]);
@@ -660,8 +661,8 @@ fn every_source_type_is_resolved() {
 fn packed_weights_of_an_unknown_size_are_refused_with_what_was_possible() {
     let model = with_expert("U8", &[2049], 2049, &[scales(".qs", "F32", &[64])]);
     assert_refused(&model, &[EXPERT, "2049 bytes with 64 scales", "int4 2048 + 64 scales"]);
-    let int3 = with_expert("U8", &[1536], 1536, &[scales(".qs", "F32", &[64])]);
-    assert_refused(&int3, &[EXPERT, "int3-g64"]);
+    let short = with_expert("U8", &[1536], 1536, &[scales(".qs", "F32", &[63])]);
+    assert_refused(&short, &[EXPERT, "1536 bytes with 63 scales", "int3-g64 1536 + 64 scales"]);
 }
 
 #[test]

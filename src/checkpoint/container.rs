@@ -14,9 +14,6 @@ pub const GROUP_SIZES: [u16; 8] = [16, 32, 48, 64, 96, 128, 192, 256];
 pub const SCALES_SUFFIX: &str = ".qs";
 /// Suffix of the block scales of an FP8 weight.
 pub const FP8_SCALES_SUFFIX: &str = "_scale_inv";
-/// Columns that share a scale in the three-bit format, and bytes they take.
-const INT3_GROUP: usize = 64;
-const INT3_GROUP_BYTES: usize = 24;
 
 /// Where a matrix lies and how to read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,24 +26,7 @@ pub struct MatrixSource {
     pub scales: Option<FileSpan>,
 }
 
-/// What the byte counts of a U8 weight and its scales allow.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Candidate {
-    Known(Format),
-    Int3,
-}
-
-impl Candidate {
-    /// Name in a stamp; grouped formats of any size share one.
-    fn stamp_name(self) -> &'static str {
-        match self {
-            Candidate::Int3 => "int3-g64",
-            Candidate::Known(format) => stamp_name(format),
-        }
-    }
-}
-
-/// The name of a format in a container's metadata.
+/// The name of a format in a container's metadata; grouped int4 of any size has one.
 pub fn stamp_name(format: Format) -> &'static str {
     match format {
         Format::F32 => "f32",
@@ -56,6 +36,7 @@ pub fn stamp_name(format: Format) -> &'static str {
         Format::Int8Row => "int8-row",
         Format::Int4Row => "int4-row",
         Format::Int4Group { .. } => "int4-grouped",
+        Format::Int3Group => "int3-g64",
         Format::Int2Row => "int2-row",
     }
 }
@@ -141,21 +122,17 @@ impl TensorMap {
             let expected = sizes_expected(rows, cols);
             return Err(self.tensor_fault(name, tensor, "size", expected, found()));
         };
-        let chosen = match self.stamp(name) {
+        let format = match self.stamp(name) {
             None => first,
-            Some(stamp) => match fitting.iter().find(|fit| fit.stamp_name() == stamp) {
+            Some(stamp) => match fitting.iter().find(|&&fit| stamp_name(fit) == stamp) {
                 Some(&fit) => fit,
                 None => {
-                    let names: Vec<_> = fitting.iter().map(|fit| fit.stamp_name()).collect();
+                    let names: Vec<_> = fitting.iter().map(|&fit| stamp_name(fit)).collect();
                     let found = format!("{}, which is {}", found(), names.join(" or "));
                     let expected = format!("{stamp}, as the shard's metadata says");
                     return Err(self.tensor_fault(name, tensor, "format", expected, found));
                 }
             },
-        };
-        let Candidate::Known(format) = chosen else {
-            let expected = "a format this engine reads".to_owned();
-            return Err(self.tensor_fault(name, tensor, "format", expected, "int3-g64".to_owned()));
         };
         let spec = MatrixSpec { format, rows, cols };
         Ok(MatrixSource { spec, data: tensor.span(), scales: Some(scales.span()) })
@@ -209,26 +186,19 @@ impl TensorMap {
 ///
 /// Int8 comes before FP8, which has the same weight bytes: where both scale counts fit, a file without a stamp was
 /// written before FP8 containers existed. Of the group sizes only the first that fits is a candidate.
-fn candidates(rows: usize, cols: usize, bytes: u64, scales: u64) -> Vec<Candidate> {
+fn candidates(rows: usize, cols: usize, bytes: u64, scales: u64) -> Vec<Format> {
     let group = GROUP_SIZES
         .into_iter()
         .filter(|&group| cols.div_ceil(group as usize) > 1)
         .map(|group| Format::Int4Group { group })
         .find(|format| format.scale_count(rows, cols) as u64 == scales);
-    let plain = [Format::Int8Row, Format::Fp8Block, Format::Int4Row, Format::Int2Row];
-    let mut fitting: Vec<Candidate> = [plain[0], plain[1], plain[2]]
+    [Format::Int8Row, Format::Fp8Block, Format::Int4Row]
         .into_iter()
         .chain(group)
-        .chain([plain[3]])
+        .chain([Format::Int2Row, Format::Int3Group])
         .filter(|format| format.data_bytes(rows, cols) as u64 == bytes)
         .filter(|format| format.scale_count(rows, cols) as u64 == scales)
-        .map(Candidate::Known)
-        .collect();
-    let int3_groups = rows * cols.div_ceil(INT3_GROUP);
-    if (int3_groups * INT3_GROUP_BYTES) as u64 == bytes && int3_groups as u64 == scales {
-        fitting.push(Candidate::Int3);
-    }
-    fitting
+        .collect()
 }
 
 fn sizes_expected(rows: usize, cols: usize) -> String {
@@ -236,16 +206,13 @@ fn sizes_expected(rows: usize, cols: usize) -> String {
         let (bytes, scales) = (format.data_bytes(rows, cols), format.scale_count(rows, cols));
         format!("{format} {bytes} + {scales} scales")
     };
-    let sizes = [Format::Int8Row, Format::Int4Row, Format::Int2Row].map(size);
+    let sizes = [Format::Int8Row, Format::Int4Row, Format::Int3Group, Format::Int2Row].map(size);
     format!("for [{rows}, {cols}] one of: {}, or int4 with more scales", sizes.join(", "))
 }
 
-/// The format a reader infers from sizes alone; `None` when nothing fits or only a format that cannot be read.
+/// The format a reader infers from sizes alone; `None` when nothing fits.
 pub(crate) fn inferred(rows: usize, cols: usize, bytes: u64, scales: u64) -> Option<Format> {
-    match candidates(rows, cols, bytes, scales).first() {
-        Some(&Candidate::Known(format)) => Some(format),
-        _ => None,
-    }
+    candidates(rows, cols, bytes, scales).first().copied()
 }
 
 #[cfg(test)]
@@ -262,15 +229,9 @@ mod tests {
         assert_eq!(at(6_291_456, 196_608), Some(Format::Int4Group { group: 64 }));
         assert_eq!(at(6_291_456, 2048 * 32), Some(Format::Int4Group { group: 192 }));
         assert_eq!(at(3_145_728, 2048), Some(Format::Int2Row));
+        assert_eq!(at(2048 * 96 * 24, 196_608), Some(Format::Int3Group));
         assert_eq!(at(6_291_456, 2049), None);
         assert_eq!(at(6_291_455, 2048), None);
-    }
-
-    #[test]
-    fn three_bit_weights_are_recognized_as_such() {
-        let bytes = 2048 * 96 * 24;
-        assert_eq!(candidates(2048, 6144, bytes, 196_608), [Candidate::Int3]);
-        assert_eq!(inferred(2048, 6144, bytes, 196_608), None);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Quantizers of weights: symmetric, per row or per group, rounding half to even.
 
-use super::format::Format;
+use super::format::{Format, INT3_GROUP, INT3_GROUP_BYTES};
 
 /// Why a row could not be encoded.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
@@ -23,8 +23,8 @@ pub enum EncodeError {
 
 /// Encodes one row of `cols` weights. `data` is `[format.row_bytes(cols)]`; `scales` has one element, or one per group.
 ///
-/// Per scale, `scale = max(max|w| / qmax, 1e-8)` with qmax 127, 7 or 1 for 8, 4 or 2 bits, and
-/// `q = clamp(round_half_even(w / scale), -qmax - 1, qmax)`. Fields of the last byte past the row hold 0. Nothing is
+/// Per scale, `scale = max(max|w| / qmax, 1e-8)` with qmax 127, 7, 3 or 1 for 8, 4, 3 or 2 bits, and
+/// `q = clamp(round_half_even(w / scale), -qmax - 1, qmax)`. Fields past the row hold 0. Nothing is
 /// written when the row is refused. Panics when the lengths disagree.
 pub fn encode(
     format: Format,
@@ -37,6 +37,7 @@ pub fn encode(
         Format::Int8Row => (8, cols),
         Format::Int4Row => (4, cols),
         Format::Int4Group { group } => (4, usize::from(group)),
+        Format::Int3Group => (3, INT3_GROUP),
         Format::Int2Row => (2, cols),
         Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block => return Err(EncodeError::NoEncoder { format }),
     };
@@ -60,8 +61,7 @@ pub fn encode(
     let quantize = |w: f32, scale: f32| (((w / scale).clamp(-limit - 1.0, limit) + ROUND) - ROUND) as i32;
     // Signed bytes are stored as they are, narrower fields with an offset that makes them unsigned.
     let offset = if bits == 8 { 0 } else { limit as i32 + 1 };
-    let per_byte = 8 / bits;
-    if per_byte == 1 {
+    if bits == 8 {
         for ((data, row), scale) in data.chunks_mut(group).zip(row.chunks(group)).zip(scales.iter()) {
             for (byte, w) in data.iter_mut().zip(row) {
                 *byte = quantize(*w, *scale) as u8;
@@ -69,14 +69,30 @@ pub fn encode(
         }
         return Ok(());
     }
-    let mut codes = vec![offset as u8; data.len() * per_byte];
+    let per_byte = 8 / bits;
+    let fields = if bits == 3 { data.len() / INT3_GROUP_BYTES * INT3_GROUP } else { data.len() * per_byte };
+    let mut codes = vec![offset as u8; fields];
     for ((codes, row), scale) in codes.chunks_mut(group).zip(row.chunks(group)).zip(scales.iter()) {
         for (code, w) in codes.iter_mut().zip(row) {
             *code = (quantize(*w, *scale) + offset) as u8;
         }
     }
-    for (byte, codes) in data.iter_mut().zip(codes.chunks_exact(per_byte)) {
-        *byte = codes.iter().enumerate().fold(0, |byte, (k, code)| byte | code << (bits * k));
+    // Each byte holds the lowest `bits` of so many codes.
+    let pack = |data: &mut [u8], codes: &[u8], bits: usize| {
+        let mask = (1u8 << bits) - 1;
+        for (byte, codes) in data.iter_mut().zip(codes.chunks_exact(8 / bits)) {
+            *byte = codes.iter().enumerate().fold(0, |byte, (k, code)| byte | (code & mask) << (bits * k));
+        }
+    };
+    if bits != 3 {
+        pack(data, &codes, bits);
+        return Ok(());
+    }
+    for (data, codes) in data.chunks_exact_mut(INT3_GROUP_BYTES).zip(codes.chunks_exact_mut(INT3_GROUP)) {
+        let (low, high) = data.split_at_mut(INT3_GROUP / 4);
+        pack(low, codes, 2);
+        codes.iter_mut().for_each(|code| *code >>= 2);
+        pack(high, codes, 1);
     }
     Ok(())
 }
@@ -111,6 +127,22 @@ mod tests {
         encode(Format::Int2Row, 5, &[1.0, -1.0, 0.5, 0.75, -0.75], &mut data, &mut scales).unwrap();
         assert_eq!(scales, [1.0]);
         assert_eq!(data, [3 | 1 << 2 | 2 << 4 | 3 << 6, 1 | 2 << 2 | 2 << 4 | 2 << 6]);
+    }
+
+    #[test]
+    fn int3_keeps_two_low_bits_apart_from_the_high_one_and_fills_its_last_group() {
+        // absmax 3 makes the scale 1 in the first group, 6 makes it 2 in the second; fields carry an offset of 4.
+        let mut row = [0.0f32; 66];
+        (row[0], row[1], row[3], row[9], row[63], row[64], row[65]) = (3.0, -3.0, 1.5, -0.5, -2.0, 6.0, -1.0);
+        let (mut data, mut scales) = ([0; 48], [0.0; 2]);
+        encode(Format::Int3Group, 66, &row, &mut data, &mut scales).unwrap();
+        assert_eq!(scales, [1.0, 2.0]);
+        // Fields 7, 1, 4, 6, ..., 4 and at the end 2; then 7, 4 (half a step is even at 0), 4, ...
+        let mut expected = [0; 48];
+        (expected[0], expected[15], expected[24]) = (3 | 1 << 2 | 2 << 6, 2 << 6, 3);
+        expected[16..24].copy_from_slice(&[0b1111_1101, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f]);
+        expected[40..].fill(0xff);
+        assert_eq!(data, expected);
     }
 
     #[test]

@@ -8,6 +8,10 @@ use std::fmt;
 
 /// Side of the square blocks that share one scale in FP8 checkpoints.
 pub const FP8_BLOCK: usize = 128;
+/// Columns that share a scale in the three-bit format.
+pub const INT3_GROUP: usize = 64;
+/// Bytes of such a group: 16 of two low bits a column, then 8 of the high bits.
+pub(super) const INT3_GROUP_BYTES: usize = 24;
 
 /// Storage format of one weight matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -29,6 +33,9 @@ pub enum Format {
         /// Columns that share a scale.
         group: u16,
     },
+    /// Per run of 64 columns 16 bytes of low bits, four columns a byte as in `Int2Row`, then 8 bytes of high bits, eight
+    /// columns a byte, lowest first; value `field - 4`, one f32 scale per run. The last run of a row is stored whole.
+    Int3Group,
     /// Four weights a byte, lowest bits first, value `field - 2`, one f32 scale per row.
     Int2Row,
 }
@@ -41,6 +48,7 @@ impl Format {
             Format::Bf16 | Format::F16 => cols * 2,
             Format::Fp8Block | Format::Int8Row => cols,
             Format::Int4Row | Format::Int4Group { .. } => cols.div_ceil(2),
+            Format::Int3Group => cols.div_ceil(INT3_GROUP) * INT3_GROUP_BYTES,
             Format::Int2Row => cols.div_ceil(4),
         }
     }
@@ -56,7 +64,21 @@ impl Format {
             Format::F32 | Format::Bf16 | Format::F16 => 0,
             Format::Fp8Block => rows.div_ceil(FP8_BLOCK) * cols.div_ceil(FP8_BLOCK),
             Format::Int8Row | Format::Int4Row | Format::Int2Row => rows,
-            Format::Int4Group { group } => rows * cols.div_ceil(group as usize),
+            Format::Int4Group { .. } | Format::Int3Group => rows * cols.div_ceil(self.group(cols)),
+        }
+    }
+
+    /// Whether runs of columns have scales of their own.
+    pub(super) fn is_grouped(self) -> bool {
+        matches!(self, Format::Int4Group { .. } | Format::Int3Group)
+    }
+
+    /// Columns of an integer format that share a scale: all of a row, unless it is a grouped format.
+    pub(super) fn group(self, cols: usize) -> usize {
+        match self {
+            Format::Int4Group { group } => group.into(),
+            Format::Int3Group => INT3_GROUP,
+            _ => cols,
         }
     }
 
@@ -67,7 +89,7 @@ impl Format {
 
     /// Whether the integer path (int8 activations, i32 sums) exists for this format.
     pub fn is_integer(self) -> bool {
-        matches!(self, Format::Int8Row | Format::Int4Row | Format::Int4Group { .. } | Format::Int2Row)
+        !matches!(self, Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block)
     }
 }
 
@@ -81,6 +103,7 @@ impl fmt::Display for Format {
             Format::Int8Row => f.write_str("int8"),
             Format::Int4Row => f.write_str("int4"),
             Format::Int4Group { group } => write!(f, "int4-g{group}"),
+            Format::Int3Group => f.write_str("int3-g64"),
             Format::Int2Row => f.write_str("int2"),
         }
     }
@@ -207,6 +230,7 @@ mod tests {
     fn odd_columns_round_a_row_up_to_whole_bytes() {
         assert_eq!(Format::Int4Row.data_bytes(3, 5), 9);
         assert_eq!(Format::Int2Row.data_bytes(3, 5), 6);
+        assert_eq!(Format::Int3Group.total_bytes(3, 65), 3 * 2 * (24 + 4));
         assert_eq!(Format::Fp8Block.scale_count(129, 128), 2);
         assert_eq!(Format::Int4Group { group: 64 }.scale_count(2, 65), 4);
     }

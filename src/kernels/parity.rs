@@ -81,6 +81,12 @@ impl Matrix {
                 let group = usize::from(group);
                 nibble(self.data[row * cols.div_ceil(2) + col / 2]) * scale(row * cols.div_ceil(group) + col / group)
             }
+            Format::Int3Group => {
+                let groups = cols.div_ceil(64);
+                let (group, k) = (&self.data[24 * (row * groups + col / 64)..][..24], col % 64);
+                let (low, high) = ((group[k / 4] >> (2 * (k % 4))) & 3, (group[16 + k / 8] >> (k % 8)) & 1);
+                (f64::from(4 * high + low) - 4.0) * scale(row * groups + col / 64)
+            }
             Format::Int2Row => {
                 let byte = self.data[row * cols.div_ceil(4) + col / 4];
                 (f64::from((byte >> (2 * (col % 4))) & 3) - 2.0) * scale(row)
@@ -135,7 +141,7 @@ fn tame(format: Format, data: &mut [u8], source: &mut Source) {
 
 fn formats() -> Vec<Format> {
     let mut formats = vec![Format::F32, Format::Bf16, Format::F16, Format::Fp8Block];
-    formats.extend([Format::Int8Row, Format::Int4Row, Format::Int2Row]);
+    formats.extend([Format::Int8Row, Format::Int4Row, Format::Int3Group, Format::Int2Row]);
     // The containers' groups, and sizes that only the definition handles.
     formats.extend([16, 32, 48, 64, 96, 128, 192, 256, 8, 40, 1, 5, 10].map(|group| Format::Int4Group { group }));
     formats
@@ -365,6 +371,7 @@ fn integer_products_are_near_f64(k: &Kernels) {
         let levels: Vec<f64> = x[..cols].iter().map(|v| f64::from((v / step).round_ties_even())).collect();
         let run = match w.format() {
             Format::Int4Group { group } => usize::from(group),
+            Format::Int3Group => 64,
             _ => cols,
         };
         for row in 0..w.rows() {
@@ -391,6 +398,8 @@ fn no_integer_sum_overflows(k: &Kernels) {
         (Format::Int8Row, 0x7f, 127.0),
         (Format::Int4Row, 0x00, -8.0),
         (Format::Int4Row, 0xff, 7.0),
+        (Format::Int3Group, 0x00, -4.0),
+        (Format::Int3Group, 0xff, 3.0),
         (Format::Int2Row, 0x00, -2.0),
         (Format::Int2Row, 0xff, 1.0),
         (Format::Int4Group { group: 64 }, 0x00, -8.0),

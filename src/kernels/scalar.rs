@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::format::{FP8_BLOCK, Format, WeightRef};
+use super::format::{FP8_BLOCK, Format, INT3_GROUP, INT3_GROUP_BYTES, WeightRef};
 use super::lanes::{self, LANES};
 use super::quantized::{QuantRow, QuantRowMut};
 use super::{Isa, Kernels, MAX_BATCH};
@@ -91,10 +91,10 @@ pub(super) fn integer(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &
 
 fn integer_dot(w: &WeightRef, row: usize, x: &QuantRow) -> f32 {
     let cols = w.cols();
-    let Format::Int4Group { group } = w.format() else {
+    if !w.format().is_grouped() {
         return integer_sum(w, row, x, 0..cols) as f32 * w.scale(row) * x.scale;
-    };
-    let group = usize::from(group);
+    }
+    let group = w.format().group(cols);
     let groups = cols.div_ceil(group);
     let mut acc = 0.0f32;
     for g in 0..groups {
@@ -115,6 +115,11 @@ fn level(format: Format, bytes: &[u8], c: usize) -> i32 {
     match format {
         Format::Int8Row => i32::from(bytes[c] as i8),
         Format::Int4Row | Format::Int4Group { .. } => i32::from(bytes[c / 2] >> (4 * (c % 2)) & 15) - 8,
+        Format::Int3Group => {
+            let (bytes, c) = (&bytes[c / INT3_GROUP * INT3_GROUP_BYTES..], c % INT3_GROUP);
+            let (low, high) = bytes.split_at(INT3_GROUP / 4);
+            i32::from(low[c / 4] >> (2 * (c % 4)) & 3 | (high[c / 8] >> (c % 8) & 1) << 2) - 4
+        }
         Format::Int2Row => i32::from(bytes[c / 4] >> (2 * (c % 4)) & 3) - 2,
         Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block => unreachable!("{format} holds no integers"),
     }
@@ -151,10 +156,11 @@ pub(super) fn decode_cols(w: &WeightRef, row: usize, start: usize, out: &mut [f3
                 *out = level(w.format(), bytes, c) as f32 * scale;
             }
         }
-        Format::Int4Group { group } => {
-            let first = row * w.cols().div_ceil(usize::from(group));
+        Format::Int4Group { .. } | Format::Int3Group => {
+            let group = w.format().group(w.cols());
+            let first = row * w.cols().div_ceil(group);
             for (c, out) in (start..).zip(out) {
-                *out = level(w.format(), bytes, c) as f32 * w.scale(first + c / usize::from(group));
+                *out = level(w.format(), bytes, c) as f32 * w.scale(first + c / group);
             }
         }
     }

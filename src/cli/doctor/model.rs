@@ -141,7 +141,7 @@ fn mtp(checkpoint: &Checkpoint, report: &mut Report) {
     let experts = experts.flat_map(|expert| expert.matrices().map(|matrix| matrix.spec.format));
     let formats: std::collections::BTreeSet<Format> = dense.chain(experts).collect();
     let text = formats.iter().map(Format::to_string).collect::<Vec<_>>().join(", ");
-    let narrow = |format: &Format| matches!(format, Format::Int4Row | Format::Int4Group { .. } | Format::Int2Row);
+    let narrow = |format: &Format| format.is_integer() && *format != Format::Int8Row;
     if formats.iter().any(narrow) {
         report.warn("mtp", format!("{text}: drafts of a narrow layer are seldom right"), "convert with --mtp 8");
     } else {

@@ -3,8 +3,8 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{load_bytes, load_half, load_lanes, store_lanes};
-use crate::kernels::format::{FP8_BLOCK, Format, WeightRef};
+use super::{int3, load_bytes, load_half, load_lanes, store_lanes};
+use crate::kernels::format::{FP8_BLOCK, Format, INT3_GROUP, INT3_GROUP_BYTES, WeightRef};
 use crate::kernels::groups::row_scales;
 use crate::kernels::lanes::{self, LANES};
 use crate::kernels::scalar;
@@ -69,6 +69,20 @@ macro_rules! with_rows {
                         let levels = decode_int4(&chunks[c]);
                         let scale = chunk_scales(scales, group, c as u32 * LANES as u32);
                         std::array::from_fn(|q| _mm256_mul_ps(levels[q], scale[q]))
+                    }
+                };
+                $body
+            }
+            Format::Int3Group => {
+                let $rows = |row: usize| {
+                    let groups = w.row(row).as_chunks::<INT3_GROUP_BYTES>().0;
+                    let scales = row_scales(w, row, INT3_GROUP);
+                    move |c: usize| {
+                        let (group, half) = (&groups[c * LANES / INT3_GROUP], c % (INT3_GROUP / LANES));
+                        let (low, high) = group.split_at(INT3_GROUP / 4);
+                        let levels = int3::decode(&low.as_chunks().0[half], &high.as_chunks().0[half]);
+                        let scale = _mm256_set1_ps(f32::from_le_bytes(scales[c * LANES / INT3_GROUP]));
+                        levels.map(|v| _mm256_mul_ps(v, scale))
                     }
                 };
                 $body

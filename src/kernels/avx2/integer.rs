@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{load_bytes, load_ints, load_signed, store_ints};
+use super::{int3, load_bytes, load_ints, load_signed, store_ints};
 use crate::kernels::format::{Format, WeightRef};
 use crate::kernels::groups::{
     CHAINS, GroupSum, MAX_UNITS, Products, add_in_order, row_scales, scale_groups, zero_padded,
@@ -45,6 +45,7 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
         Format::Int4Group { group } if group % 64 == 0 => groups_of_units::<true>(w, rows, group.into(), x, tile),
         Format::Int4Group { group } if group % 32 == 0 => groups_of_units::<false>(w, rows, group.into(), x, tile),
         Format::Int4Group { group } if group % 8 == 0 => groups_of_any(w, rows, group.into(), x, tile),
+        Format::Int3Group => int3::tile(w, rows, x, tile),
         _ => scalar::integer(w, rows, x, tile),
     }
 }
@@ -178,7 +179,7 @@ where
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn total(v: __m256i) -> i32 {
+pub(super) fn total(v: __m256i) -> i32 {
     let v = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256::<1>(v));
     let v = _mm_add_epi32(v, _mm_unpackhi_epi64(v, v));
     _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32::<1>(v)))
@@ -259,11 +260,17 @@ fn unit_sums<const WIDE: bool>(weights: &[u8], x: &QuantRow, sums: &mut [i32; MA
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn sums_of_32(part: impl Fn(usize) -> __m256i) -> [__m256i; 2] {
+    [sums_of_four(&part), sums_of_four(|k| part(k + 4))]
+}
+
+/// From four parts their halves' sums: those of part `k` in element `k` of each 128-bit lane. Parts, and the sums of two
+/// neighbours in one, fit an i16.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn sums_of_four(part: impl Fn(usize) -> __m256i) -> __m256i {
     let ones = _mm256_set1_epi16(1);
     let join = |a, b| _mm256_madd_epi16(_mm256_packs_epi32(a, b), ones);
-    let low = join(join(part(0), part(1)), join(part(2), part(3)));
-    let high = join(join(part(4), part(5)), join(part(6), part(7)));
-    [low, high]
+    join(join(part(0), part(1)), join(part(2), part(3)))
 }
 
 /// 8 sums of 8 columns each, offset removed, for the first or second `half` of 128 columns.

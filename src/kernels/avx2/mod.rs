@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 mod exact;
+mod int3;
 mod integer;
 
 use std::arch::x86_64::*;
@@ -100,6 +101,13 @@ fn store_floats(to: &mut [f32; 8], v: __m256) {
 fn store_ints(to: &mut [i32; 8], v: __m256i) {
     // SAFETY: the reference covers the 32 bytes of this unaligned store.
     unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), v) }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn store_half_ints(to: &mut [i32; 4], v: __m128i) {
+    // SAFETY: the reference covers the 16 bytes of this unaligned store.
+    unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), v) }
 }
 
 /// The quarters of a chunk of the 32 lanes.

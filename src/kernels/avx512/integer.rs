@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::single;
+use super::{int3, single};
 use super::{load_bytes, load_ints, load_signed, store_half_ints, store_ints};
 use crate::kernels::format::{Format, WeightRef};
 use crate::kernels::groups::{
@@ -46,6 +46,7 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
         (Format::Int4Group { group }, _) if group % 64 == 0 => groups_of_units::<true>(w, rows, group.into(), x, tile),
         (Format::Int4Group { group }, _) if group % 32 == 0 => groups_of_units::<false>(w, rows, group.into(), x, tile),
         (Format::Int4Group { group }, _) if group % 8 == 0 => groups_of_any(w, rows, group.into(), x, tile),
+        (Format::Int3Group, _) => int3::tile(w, rows, x, tile),
         _ => scalar::integer(w, rows, x, tile),
     }
 }
@@ -280,7 +281,7 @@ fn unit_sums<const WIDE: bool>(weights: &[u8], x: &QuantRow, sums: &mut [i32; MA
 /// instructions for two parts.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn sums_of_32(part: impl Fn(usize) -> __m512i) -> __m512i {
+pub(super) fn sums_of_32(part: impl Fn(usize) -> __m512i) -> __m512i {
     let ones = _mm512_set1_epi16(1);
     let join = |a, b| _mm512_madd_epi16(_mm512_packs_epi32(a, b), ones);
     let low = join(part(0), part(1));

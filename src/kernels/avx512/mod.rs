@@ -5,6 +5,7 @@
 #![allow(unsafe_code)]
 
 mod exact;
+mod int3;
 mod integer;
 mod single;
 
@@ -127,6 +128,20 @@ fn store_ints(to: &mut [i32; 16], v: __m512i) {
 fn store_half_ints(to: &mut [i32; 8], v: __m256i) {
     // SAFETY: the reference covers the 32 bytes of this unaligned store.
     unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), v) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_half_ints(from: &[i32; 8]) -> __m256i {
+    // SAFETY: the reference covers the 32 bytes of this unaligned load.
+    unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn store_quarter_ints(to: &mut [i32; 4], v: __m128i) {
+    // SAFETY: the reference covers the 16 bytes of this unaligned store.
+    unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), v) }
 }
 
 /// Both halves of a chunk of the 32 lanes.
