@@ -70,8 +70,8 @@ fn reads_are_timed_one_by_one_and_the_time_in_the_queue_apart() {
         assert!(p99 <= 1010.0 * number("busy_s"), "{io}");
         let added_up = number("queued_s") + number("service_s");
         assert!(added_up >= 0.99 * 0.5 * number("reads") * p50 / 1e3, "{io}");
-        // While one is in flight it is in the queue or served.
-        assert!(added_up >= 0.999 * number("busy_s"), "{io}");
+        // While one is in flight it is in the queue or served. Each is rounded to a nanosecond.
+        assert!(added_up + 3e-9 >= number("busy_s"), "{io}");
         // A ring's reads through the page cache are made by the kernel's workers.
         if device == "threads" || io["direct"] == true {
             assert!(number("cpu_s") > 0.0 && number("cpu_s") < 100.0, "{io}");

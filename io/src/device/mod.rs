@@ -118,9 +118,10 @@ pub struct DeviceStats {
     pub bytes: u64,
     /// Wanted bytes of the reads that succeeded.
     pub useful_bytes: u64,
-    /// Time that finished reads stood in the queue before their first request went to the drive, added up.
+    /// Time that reads stood in the queue before their first request went to the drive or they were taken back, added up.
     pub queued_ns: u64,
-    /// Time from each read's first request to its end, added up; over `busy_ns`, the mean depth.
+    /// Time from each read's first request to its end, added up; over `busy_ns`, the mean depth. With `queued_ns` never
+    /// less than `busy_ns`.
     pub service_ns: u64,
     /// Time during which at least one read was queued or in flight.
     pub busy_ns: u64,

@@ -528,7 +528,6 @@ impl Schedule {
         let queued_ns = started_ns.saturating_sub(submitted_ns);
         if result != Err(IoError::Cancelled) {
             self.stats.reads += 1;
-            self.stats.queued_ns += queued_ns;
         }
         if result.is_ok() {
             self.stats.useful_bytes += read.segments.iter().map(|segment| u64::from(segment.want)).sum::<u64>();
@@ -561,6 +560,7 @@ impl Schedule {
         if self.active > 0 {
             self.stats.busy_ns += passed;
         }
+        self.stats.queued_ns += passed * (self.active - self.started) as u64;
         self.stats.service_ns += passed * self.started as u64;
     }
 }

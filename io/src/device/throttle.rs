@@ -319,7 +319,6 @@ impl Drive {
         let Some(entry) = &mut self.entries[entry] else { return };
         entry.phase = Phase::Done { at_ns: end_ns };
         self.stats.reads += 1;
-        self.stats.queued_ns += entry.begun_ns - entry.submitted_ns;
         if let Some((done, _)) = &entry.landed {
             self.stats.bytes += done.bytes;
             self.stats.useful_bytes += if done.result.is_ok() { entry.useful_bytes } else { 0 };
@@ -336,6 +335,7 @@ impl Drive {
         let passed = now_ns.saturating_sub(self.clock_ns);
         let mut stats = self.stats;
         stats.busy_ns += if self.waiting + self.served > 0 { passed } else { 0 };
+        stats.queued_ns += passed * self.waiting as u64;
         stats.service_ns += passed * self.served as u64;
         stats
     }
@@ -525,7 +525,13 @@ mod tests {
         let cancelled: Vec<_> = std::iter::from_fn(|| drive.take_done()).map(|d| (d.tag, d.result, d.bytes)).collect();
         assert_eq!(cancelled, [(1, Err(IoError::Cancelled), 0), (2, Err(IoError::Cancelled), 0)]);
         assert_eq!(done(&mut drive, 100 * MS), [(0, 5), (3, 10)]);
-        assert_eq!((drive.stats.reads, drive.stats.busy_ns), (2, 10 * MS));
+        let stats = drive.stats;
+        assert_eq!((stats.reads, stats.busy_ns, stats.service_ns), (2, 10 * MS, 10 * MS));
+        assert_eq!(
+            stats.queued_ns,
+            3 * MS + 4 * MS,
+            "three waited until two were taken back, and one from there to 5 ms"
+        );
     }
 
     #[test]

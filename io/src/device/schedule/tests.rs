@@ -94,6 +94,29 @@ fn of_guesses_the_first_goes_first_and_what_is_not_handed_out_can_be_taken_back(
 }
 
 #[test]
+fn while_a_read_is_there_it_is_in_the_queue_or_served_whatever_becomes_of_it() {
+    let (mut schedule, pool, _file) = schedule(u64::MAX, 64);
+    let admit = |schedule: &mut Schedule, tag, priority, now_ns| {
+        schedule.admit(read(tag, priority, tag << 20), pool.take().unwrap(), now_ns).unwrap();
+    };
+    // A guess alone from 10 to 40 that nothing is handed out of, and is taken back.
+    admit(&mut schedule, 0, Priority::Lookahead, 10);
+    assert_eq!(schedule.cancel_lookahead(40), 1);
+    let times = |schedule: &Schedule| {
+        let stats = schedule.stats();
+        (stats.queued_ns, stats.service_ns, stats.busy_ns)
+    };
+    assert_eq!(times(&schedule), (30, 0, 30));
+    // A demand from 100 that goes out at 105 and fails at 125, beside a guess from 110 to 120.
+    admit(&mut schedule, 1, Priority::Demand, 100);
+    let calls: Vec<Issue> = std::iter::from_fn(|| schedule.next(105)).collect();
+    admit(&mut schedule, 2, Priority::Lookahead, 110);
+    assert_eq!(schedule.cancel_lookahead(120), 1);
+    calls.iter().for_each(|issue| schedule.complete(issue.op, -libc::ENODEV, 125));
+    assert_eq!((times(&schedule), schedule.stats().reads), ((30 + 5 + 10, 20, 30 + 25), 1));
+}
+
+#[test]
 fn a_promoted_read_goes_in_its_turn_among_the_demands_and_is_finished_once() {
     let mib = u64::from(SLAB);
     let (mut schedule, pool, _file) = schedule(u64::from(CHUNK), 64);
