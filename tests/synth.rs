@@ -241,7 +241,7 @@ fn routing_reaches_every_expert_and_prefers_some() {
     let mut engine = Engine::open(Checkpoint::open(dst.path()).unwrap(), &config).unwrap();
     let tokens: Vec<u32> = (0..512).collect();
     let mut chosen: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
-    let logits = engine.score_observed(&tokens, &mut |layer, ids, _| {
+    let logits = engine.score_observed(&tokens, &mut |layer: usize, ids: &[u16], _: &[f32]| {
         let counts = chosen.entry(layer).or_insert_with(|| vec![0; 64]);
         ids.iter().for_each(|&id| counts[usize::from(id)] += 1);
     });

@@ -41,7 +41,7 @@ fn chosen(ids: &[u32]) -> Vec<Vec<u16>> {
     let config = EngineConfig { memory: Memory::Slabs(200), context: Some(64), ..EngineConfig::new(0) };
     let mut engine = Engine::open(Checkpoint::open(&tales()).unwrap(), &config).unwrap();
     let mut layers = vec![];
-    engine.score_observed(ids, &mut |_, ids, _| layers.push(ids.to_vec())).unwrap();
+    engine.score_observed(ids, &mut |_: usize, ids: &[u16], _: &[f32]| layers.push(ids.to_vec())).unwrap();
     layers
 }
 

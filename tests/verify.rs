@@ -366,7 +366,7 @@ fn needed(prompt: &[u32]) -> (usize, u16) {
     let mut found = None;
     let mut engine = engine(&Model::TalesInt4.dir(), Verify::Off, 0).unwrap();
     engine
-        .score_observed(prompt, &mut |layer, ids, _| {
+        .score_observed(prompt, &mut |layer: usize, ids: &[u16], _: &[f32]| {
             found.get_or_insert((layer, ids[0]));
         })
         .unwrap();

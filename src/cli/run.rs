@@ -179,7 +179,7 @@ impl Observer for LookingOn<'_> {
 
     fn guessed(&mut self, guess: &Guess<'_>) {
         if let Some(recorder) = &mut self.recorder {
-            Observer::guessed(*recorder, guess);
+            recorder.guessed(guess);
         }
     }
 }

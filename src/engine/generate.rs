@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::overlap::Readings;
 use super::sampler::Sampling;
 use super::{Engine, EngineError};
-use crate::forward::{self, ForwardError, KvCache, Logits, Observe, Observed, Observer, Step};
+use crate::forward::{self, ForwardError, KvCache, Logits, Observed, Observer, Step};
 use crate::meter::Stage;
 use crate::store::StoreError;
 
@@ -104,17 +104,17 @@ impl Engine {
 
     /// Logits of every position of `tokens` (`[tokens, vocab]`), from an empty context.
     pub fn score(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EngineError> {
-        self.score_observed(tokens, &mut |_, _, _| ())
+        self.score_observed(tokens, &mut ())
     }
 
-    /// As [`Engine::score`], showing `observe` the router's choice in every routed layer of every chunk, in order.
-    pub fn score_observed(&mut self, tokens: &[u32], mut observe: &mut Observe) -> Result<Vec<f32>, EngineError> {
+    /// As [`Engine::score`], showing `observer` the router's choice in every routed layer of every chunk, in order.
+    pub fn score_observed(&mut self, tokens: &[u32], observer: &mut dyn Observer) -> Result<Vec<f32>, EngineError> {
         self.check_ids(tokens)?;
         self.begin(tokens.len());
         let (form, cancel) = (self.prompt_form, &AtomicBool::new(false));
         let mut scores = Vec::with_capacity(tokens.len() * self.model.arch.vocab);
         for chunk in tokens.chunks(self.prefill_rows) {
-            self.observed_step(&Step { tokens: chunk, form, logits: Logits::All, cancel }, &mut observe)?;
+            self.observed_step(&Step { tokens: chunk, form, logits: Logits::All, cancel }, observer)?;
             scores.extend_from_slice(self.state.logits());
         }
         self.end_reads()?;

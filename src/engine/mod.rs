@@ -13,17 +13,18 @@ pub mod stats;
 pub mod stop;
 mod switches;
 pub mod timeline;
+mod traced;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millstream_io::{Access, Device, DeviceConfig, FileId, FileSet, SlabPool, open_device, settle};
 
-use crate::checkpoint::arch::{Arch, MlpKind};
+use crate::checkpoint::arch::Arch;
 use crate::checkpoint::{Checkpoint, ExpertSource, mirror};
 pub use crate::forward::stages::StageGraph;
 use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, latent_shape, rope_of};
-pub use crate::forward::{Guess, GuessFrom, GuessRule, Observe, Observer};
+pub use crate::forward::{Guess, GuessFrom, GuessRule, Observer};
 use crate::kernels::{Kernels, Team};
 use crate::limits::{EXPERT_RECORD_BYTES, TENSOR_INDEX_BYTES, TIMELINE_EVENTS_MAX};
 use crate::meter::{Lap, Meter};
@@ -113,7 +114,7 @@ impl Engine {
         // slabs want.
         let resident = p.plan.load()?;
         let opened_in = checkpoint.took();
-        let traced = traced(&checkpoint, &experts.store);
+        let traced = traced::header(&checkpoint, &experts.store);
         let arch = checkpoint.arch;
         let team = Team::new(config.threads);
         let compute = Compute { kernels: p.kernels, team, activations: config.activations };
@@ -194,18 +195,6 @@ impl Engine {
     /// Whether a warning is about bytes that failed their checksum: then the user must see it, however quiet he likes it.
     pub fn warns_of_damage(&self) -> bool {
         (0..self.files.drives()).any(|drive| self.files.was_wrong(drive))
-    }
-}
-
-fn traced(checkpoint: &Checkpoint, store: &ExpertStore) -> trace::Header {
-    let Arch { layers, moe, .. } = &checkpoint.arch;
-    let routed = layers.iter().enumerate().filter(|(_, layer)| layer.mlp == MlpKind::Sparse);
-    trace::Header {
-        fingerprint: checkpoint.fingerprint(),
-        layers: routed.map(|(layer, _)| layer as u16).collect(),
-        experts: moe.experts as u16,
-        top_k: moe.top_k as u16,
-        expert_bytes: store.mean_expert_bytes() as u32,
     }
 }
 

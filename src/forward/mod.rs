@@ -31,7 +31,7 @@ pub use attention::latent_shape;
 pub use executor::{ExpertCall, ExpertExecutor, ExpertScratch, Streamed};
 pub use lookahead::{Guess, GuessFrom, GuessRule, Lookahead, Tally};
 pub use mtp::mtp_step;
-pub use observe::{Observe, Observed, Observer};
+pub use observe::{Observed, Observer};
 pub use state::{KvCache, State};
 
 /// Why a step has no result.

@@ -1,16 +1,11 @@
 //! Looking on while routers choose.
 
 use super::{ExpertCall, ExpertExecutor, ForwardError, Guess};
-use crate::limits::LOOKAHEAD_LAYERS_MAX;
 use crate::meter::Meter;
-use crate::store::trace::Recorder;
 
-/// Sees the model layer, the expert ids (`[rows, top_k]`, each row ascending) and the gates (`[rows, top_k]`) of a call.
-pub type Observe<'a> = dyn FnMut(usize, &[u16], &[f32]) + 'a;
-
-/// Who looks on.
+/// Who looks on: a closure, at choices alone.
 pub trait Observer {
-    /// A layer chose, as [`Observe`] sees it.
+    /// A model layer chose the expert `ids` (`[rows, top_k]`, each row ascending) with these gates (`[rows, top_k]`).
     fn chose(&mut self, layer: usize, ids: &[u16], gates: &[f32]);
 
     /// Layers ahead, from the next one on, of which guesses are to be made for the observer, whether they are of use
@@ -30,23 +25,9 @@ impl Observer for () {
     fn chose(&mut self, _layer: usize, _ids: &[u16], _gates: &[f32]) {}
 }
 
-impl Observer for &mut Observe<'_> {
+impl<F: FnMut(usize, &[u16], &[f32])> Observer for F {
     fn chose(&mut self, layer: usize, ids: &[u16], gates: &[f32]) {
         self(layer, ids, gates);
-    }
-}
-
-impl Observer for Recorder {
-    fn chose(&mut self, layer: usize, ids: &[u16], _gates: &[f32]) {
-        self.saw(layer, ids);
-    }
-
-    fn hints(&self) -> usize {
-        LOOKAHEAD_LAYERS_MAX
-    }
-
-    fn guessed(&mut self, guess: &Guess<'_>) {
-        Recorder::guessed(self, guess.layer, guess.ahead, guess.ids);
     }
 }
 

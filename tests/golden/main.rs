@@ -130,7 +130,7 @@ fn router(reference: &Reference, name: &str, form: AttentionForm) {
     let top_k = engine.arch().moe.top_k;
     let mut seen: std::collections::BTreeMap<String, (Vec<u16>, Vec<f32>)> = Default::default();
     engine
-        .score_observed(&prompt.ids, &mut |layer, ids, gates| {
+        .score_observed(&prompt.ids, &mut |layer: usize, ids: &[u16], gates: &[f32]| {
             let (all_ids, all_gates) = seen.entry(layer.to_string()).or_default();
             all_ids.extend_from_slice(ids);
             all_gates.extend_from_slice(gates);

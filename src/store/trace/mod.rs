@@ -204,7 +204,7 @@ impl Recorder {
     }
 
     /// `ahead` layers before it, from 1 on, model layer `layer` is thought to choose `ids` (`[rows, guessed]`).
-    pub fn guessed(&mut self, layer: usize, ahead: usize, ids: &[u16]) {
+    pub fn foresaw(&mut self, layer: usize, ahead: usize, ids: &[u16]) {
         let Some(place) = self.place(layer) else { return };
         if let Some(guess) = self.guesses[place].get_mut(ahead - 1) {
             guess.clear();
@@ -280,10 +280,10 @@ mod tests {
     fn rows_of_a_text_become_steps() {
         let mut recorder = Recorder::new(header());
         recorder.begin(true);
-        recorder.guessed(3, 1, &[1, 2, 3, 4]);
+        recorder.foresaw(3, 1, &[1, 2, 3, 4]);
         recorder.saw(3, &[0, 1, 2, 3]);
-        recorder.guessed(4, 1, &[4, 5, 5, 6]);
-        recorder.guessed(5, 2, &[0, 0, 0, 0]);
+        recorder.foresaw(4, 1, &[4, 5, 5, 6]);
+        recorder.foresaw(5, 2, &[0, 0, 0, 0]);
         recorder.saw(4, &[4, 5, 6, 7]);
         let trace = recorder.finish();
         assert_eq!((trace.steps(), trace.rows(1)), (2, 1));
@@ -300,14 +300,14 @@ mod tests {
         let mut recorder = Recorder::new(header());
         recorder.begin(false);
         // A step that was broken off, and one without guesses.
-        recorder.guessed(4, 2, &[1, 2]);
+        recorder.foresaw(4, 2, &[1, 2]);
         recorder.saw(3, &[0, 1]);
         recorder.begin(false);
         for step in 0..2 {
             recorder.saw(3, &[0, 1]);
             if step == 0 {
-                recorder.guessed(4, 1, &[2, 3]);
-                recorder.guessed(4, 1, &[4, 5]);
+                recorder.foresaw(4, 1, &[2, 3]);
+                recorder.foresaw(4, 1, &[4, 5]);
             }
             recorder.saw(4, &[4, 5]);
         }
