@@ -16,7 +16,8 @@ use std::sync::atomic::AtomicBool;
 use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::synth::{Preset, SynthOptions, synth};
 use millstream::engine::{AttentionForm, Engine, EngineConfig, GuessFrom, GuessRule, Memory, Switch, Switches};
-use millstream::store::trace::report::{Foretold, Report, Share};
+use millstream::meter::Share;
+use millstream::store::trace::report::{Foretold, Report};
 use millstream::store::trace::{Recorder, Trace};
 
 const STATES: [(&str, GuessFrom); 2] =

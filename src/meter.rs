@@ -138,6 +138,34 @@ impl Durations {
     }
 }
 
+/// Some of some things.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    /// How many there were.
+    pub of: u64,
+    /// How many of them are meant.
+    pub count: u64,
+}
+
+impl Share {
+    /// As a fraction; none of nothing.
+    pub fn fraction(self) -> Option<f64> {
+        (self.of > 0).then(|| self.count as f64 / self.of as f64)
+    }
+
+    /// Counts `these`, and those of them that are in `those`.
+    pub fn add(&mut self, these: &[u16], those: &[u16]) {
+        self.of += these.len() as u64;
+        self.count += these.iter().filter(|id| those.contains(id)).count() as u64;
+    }
+
+    /// Counts what `other` counted.
+    pub fn add_all(&mut self, other: Share) {
+        self.of += other.of;
+        self.count += other.count;
+    }
+}
+
 /// One visit of a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lap {

@@ -7,10 +7,10 @@
 use super::{ExpertExecutor, Model, moe};
 use crate::checkpoint::arch::Arch;
 use crate::limits::LOOKAHEAD_LAYERS_MAX;
+use crate::meter::Share;
 use crate::model::weights::{Layer, MlpWeights};
 use crate::ops::room::Room;
 use crate::ops::{norm, route};
-use crate::store::trace::report::Share;
 
 /// Guesses that wait for the choice of their layer: one made a layer before, two made two layers before, and so on.
 const PENDING: usize = LOOKAHEAD_LAYERS_MAX * (LOOKAHEAD_LAYERS_MAX + 1) / 2;

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 
 use serde_json::{Value as Json, json};
 
+use crate::meter::Share;
 use crate::store::trace::Trace;
-use crate::store::trace::report::{Foretold, LayerReport, Report, Share};
+use crate::store::trace::report::{Foretold, LayerReport, Report};
 
 use super::{read_all, shape, svg};
 use crate::cli::{Done, Failure, output, size};
@@ -168,12 +169,10 @@ fn json_text(traces: &[Trace], report: &Report) -> String {
 
 fn add_foretold(json: &mut Json, foretold: &Foretold) {
     let share = |share: Share| share.fraction().map_or(Json::Null, rounded);
-    let Foretold { previous, recall: [one, two], precision: [one_precise, two_precise] } = *foretold;
+    let Foretold { previous, recall: [one, two] } = *foretold;
     json["previous_token_recall"] = share(previous);
     json["lookahead_recall"] = share(one);
-    json["lookahead_precision"] = share(one_precise);
     json["lookahead_recall_two_ahead"] = share(two);
-    json["lookahead_precision_two_ahead"] = share(two_precise);
 }
 
 fn rounded(value: f64) -> Json {

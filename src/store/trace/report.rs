@@ -2,6 +2,7 @@
 
 use super::Trace;
 use crate::limits::LOOKAHEAD_LAYERS_MAX;
+use crate::meter::Share;
 
 /// Reuse distances are told apart by powers of two up to this many.
 const DISTANCES: usize = 24;
@@ -30,8 +31,6 @@ pub struct Foretold {
     pub previous: Share,
     /// Of what tokens chose, what was guessed one layer before, two layers before, and so on.
     pub recall: [Share; LOOKAHEAD_LAYERS_MAX],
-    /// Of what was guessed then, what was chosen.
-    pub precision: [Share; LOOKAHEAD_LAYERS_MAX],
 }
 
 impl Foretold {
@@ -42,41 +41,12 @@ impl Foretold {
         }
         for (ahead, guess) in guesses.iter().enumerate().filter(|(_, guess)| !guess.is_empty()) {
             self.recall[ahead].add(ids, guess);
-            self.precision[ahead].add(guess, ids);
         }
     }
 
     fn add_all(&mut self, other: &Foretold) {
         self.previous.add_all(other.previous);
-        let ours = self.recall.iter_mut().chain(&mut self.precision);
-        ours.zip(other.recall.iter().chain(&other.precision)).for_each(|(our, other)| our.add_all(*other));
-    }
-}
-
-/// Some of some things.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Share {
-    /// How many there were.
-    pub of: u64,
-    /// How many of them are meant.
-    pub count: u64,
-}
-
-impl Share {
-    /// As a fraction; none of nothing.
-    pub fn fraction(self) -> Option<f64> {
-        (self.of > 0).then(|| self.count as f64 / self.of as f64)
-    }
-
-    /// Counts `these`, and those of them that are in `those`.
-    pub fn add(&mut self, these: &[u16], those: &[u16]) {
-        self.of += these.len() as u64;
-        self.count += these.iter().filter(|id| those.contains(id)).count() as u64;
-    }
-
-    fn add_all(&mut self, other: Share) {
-        self.of += other.of;
-        self.count += other.count;
+        self.recall.iter_mut().zip(other.recall).for_each(|(our, other)| our.add_all(other));
     }
 }
 
@@ -264,10 +234,10 @@ mod tests {
         assert_eq!(first.foretold.previous, Share { of: 4, count: 2 });
         assert_eq!(first.foretold.recall.map(Share::fraction), [None, None]);
         // {0,1} guessed {0,3}: 1; {0,1} guessed {0,1}: 2; {0,1} guessed {2,3}: 0.
-        let Foretold { previous, recall, precision } = second.foretold;
-        assert_eq!((recall[0], precision[0]), (Share { of: 6, count: 3 }, Share { of: 6, count: 3 }));
+        let Foretold { previous, recall } = second.foretold;
+        assert_eq!(recall[0], Share { of: 6, count: 3 });
         // Two layers before, what the first layer chose: {0,1}, {0,2} and {0,1} for {0,1} each time.
-        assert_eq!((recall[1], precision[1]), (Share { of: 6, count: 5 }, Share { of: 6, count: 5 }));
+        assert_eq!(recall[1], Share { of: 6, count: 5 });
         assert_eq!(previous, Share { of: 4, count: 4 });
         assert_eq!(report.foretold().previous, Share { of: 8, count: 6 });
         assert_eq!(second.entropy_bits, 1.0);
