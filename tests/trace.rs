@@ -300,7 +300,16 @@ fn guesses_can_be_replayed_and_only_where_there_are_some() {
 
     done(trace(&["synth", &blind, "--layers", "2", "--tokens", "10"]));
     refused(&trace(&["simulate", &blind, "--prefetch", "on"]), 2, &["hold no guess", "hint", "record them again"]);
-    for bad in [["--lookahead", "3"], ["--prefetch", "auto"], ["--rest", "-1"]] {
-        assert_eq!(trace(&[&["simulate", &out][..], &bad].concat()).status.code(), Some(2), "{bad:?}");
+    for bad in [&["--lookahead", "3"][..], &["--prefetch", "auto"], &["--rest", "-1"]] {
+        assert_eq!(trace(&[&["simulate", &out][..], bad].concat()).status.code(), Some(2), "{bad:?}");
+    }
+}
+
+#[test]
+fn how_far_to_read_ahead_is_refused_where_nothing_is_read_ahead() {
+    for (flags, words) in
+        [(&["--lookahead", "2"][..], "--prefetch"), (&["--lookahead", "2", "--prefetch", "off"], "off")]
+    {
+        refused(&trace(&[&["simulate", "none.trace"][..], flags].concat()), 2, &["--lookahead", words]);
     }
 }

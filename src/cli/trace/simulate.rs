@@ -50,8 +50,8 @@ pub struct SimulateArgs {
     /// Read ahead what was guessed when the traces were recorded: on or off [default: off]
     #[arg(long, value_name = "WHEN", value_parser = |text: &str| args::ON_OFF.parse(text))]
     prefetch: Option<bool>,
-    /// Layers ahead of which guesses are read, 1 or 2 [default: 1]
-    #[arg(long, value_name = "N", value_parser = parse_lookahead)]
+    /// Layers ahead of which guesses are read, 1 or 2, with --prefetch on [default: 1]
+    #[arg(long, value_name = "N", value_parser = parse_lookahead, requires = "prefetch")]
     lookahead: Option<usize>,
     /// Print one JSON object
     #[arg(long)]
@@ -120,6 +120,9 @@ struct Column {
 
 /// Replays and shows.
 pub fn simulate(args: &SimulateArgs) -> Result<Done, Failure> {
+    if args.lookahead.is_some() && !args.reads_ahead() {
+        return Err(Failure::usage("--lookahead is of guesses, and --prefetch off reads none"));
+    }
     let traces = read_all(&args.traces)?;
     let requests = Requests::of(&traces.iter().collect::<Vec<_>>());
     let sizes: Vec<usize> = args.budgets.iter().map(|budget| budget.experts(&requests)).collect();
