@@ -26,7 +26,7 @@ struct Outcome {
     seconds: f64,
     bytes: u64,
     cpu_seconds: f64,
-    service: Vec<Duration>,
+    took: Vec<Duration>,
 }
 
 const MIB: u64 = 1 << 20;
@@ -98,8 +98,8 @@ fn run(path: &Path, size: &Size) -> Result<(), Box<dyn std::error::Error>> {
     for ((name, ..), rounds) in cases.iter().zip(&outcomes) {
         let speeds = sorted(rounds.iter().map(|o| o.bytes as f64 / 1e9 / o.seconds));
         let cpu = sorted(rounds.iter().map(|o| o.cpu_seconds / (o.bytes as f64 / 1e9)));
-        let service = sorted(rounds.iter().flat_map(|o| o.service.iter().map(|d| d.as_secs_f64() * 1e3)));
-        let (Some(best), Some(_)) = (speeds.last(), service.last()) else {
+        let took = sorted(rounds.iter().flat_map(|o| o.took.iter().map(|d| d.as_secs_f64() * 1e3)));
+        let (Some(best), Some(_)) = (speeds.last(), took.last()) else {
             continue;
         };
         let at = |values: &[f64], part: f64| values[((values.len() - 1) as f64 * part) as usize];
@@ -107,8 +107,8 @@ fn run(path: &Path, size: &Size) -> Result<(), Box<dyn std::error::Error>> {
             "{name:34} {:6.2} {best:6.2} {:9.4} {:8.1} {:8.1}",
             at(&speeds, 0.5),
             at(&cpu, 0.5),
-            at(&service, 0.5),
-            at(&service, 0.99)
+            at(&took, 0.5),
+            at(&took, 0.99)
         );
     }
     Ok(())
@@ -123,11 +123,11 @@ fn read_some(
     seed: u64,
 ) -> Result<Outcome, Box<dyn std::error::Error>> {
     let places = size.file_bytes / size.slab_bytes;
-    let (mut next, mut service, mut bytes) = (0, Vec::with_capacity(size.reads), 0);
+    let (mut next, mut took, mut bytes) = (0, Vec::with_capacity(size.reads), 0);
     let (cpu, start) = (cpu_seconds(), Instant::now());
-    while service.len() < size.reads {
+    while took.len() < size.reads {
         while next < size.reads
-            && next - service.len() < at_once
+            && next - took.len() < at_once
             && let Some(slab) = pool.take()
         {
             // An odd multiplier walks the places in a scattered order without repeats.
@@ -141,14 +141,14 @@ fn read_some(
         let Some(done) = device.reap(Wait::Block)? else {
             break;
         };
-        service.push(done.took());
+        took.push(done.took());
         done.result?;
         // The first bytes of each MiB tell where they are from.
         let told = u64::from_le_bytes(done.slab.bytes()[..8].try_into()?);
         assert_eq!(told, done.tag * size.slab_bytes, "bytes of the wrong place");
         bytes += done.bytes;
     }
-    Ok(Outcome { seconds: start.elapsed().as_secs_f64(), bytes, cpu_seconds: cpu_seconds() - cpu, service })
+    Ok(Outcome { seconds: start.elapsed().as_secs_f64(), bytes, cpu_seconds: cpu_seconds() - cpu, took })
 }
 
 /// A file whose bytes tell their offset every MiB, written past the page cache's memory.

@@ -125,7 +125,7 @@ fn pairs(
 
 fn figures(target: &mut Target, size: &Size, ring: &Candidate, rounds: &[Round]) -> Result<(), Error> {
     let mut rounds = rounds.to_vec();
-    while rounds.iter().map(|round| round.service.len()).sum::<u64>() < size.slabs_min {
+    while rounds.iter().map(|round| round.took.len()).sum::<u64>() < size.slabs_min {
         rounds.push(measure(target, ring, size.seconds, rounds.len() as u64)?);
     }
     let all = summarize(*ring, &rounds).ok_or("no round")?;

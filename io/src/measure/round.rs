@@ -190,7 +190,7 @@ impl Target {
                 *round.disk_requests.get_or_insert(0) += moved.requests;
             }
             if page_cache && walk.left() == 0 {
-                walk = Walk::new(self.places.len(), seed.wrapping_add(round.service.len()));
+                walk = Walk::new(self.places.len(), seed.wrapping_add(round.took.len()));
             }
         }
         Ok(Outcome::Done(Box::new(round)))
@@ -237,7 +237,7 @@ impl Pass<'_> {
                     Ok(()) => {
                         self.bytes += self.target.slab_bytes;
                         let nanoseconds = u64::try_from(done.took().as_nanos()).unwrap_or(u64::MAX);
-                        self.round.service.saturating_record(nanoseconds);
+                        self.round.took.saturating_record(nanoseconds);
                     }
                     Err(error) => failed = failed.or(Some(error)),
                 }
@@ -281,7 +281,7 @@ impl Round {
             disk_bytes: None,
             disk_requests: None,
             cpu_seconds: 0.0,
-            service: histogram.clone(),
+            took: histogram.clone(),
             submit: histogram,
             cached: false,
             registered_bytes: 0,
@@ -324,7 +324,7 @@ mod tests {
                 Err(error) => panic!("{candidate}: {error}"),
             };
             assert!(round.bytes > 0 && round.seconds > 0.0, "{candidate}");
-            assert_eq!(round.service.len(), round.submit.len(), "{candidate}: what was asked for came");
+            assert_eq!(round.took.len(), round.submit.len(), "{candidate}: what was asked for came");
             assert!(round.registered_bytes == 0 || candidate.register, "{candidate}");
             let together = round.disk_bytes.is_some() == round.disk_requests.is_some();
             assert!(together, "{candidate}: bytes and requests are counted together");

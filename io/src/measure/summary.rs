@@ -30,7 +30,7 @@ pub struct Round {
     /// User and system time of the whole process, kernel workers included.
     pub cpu_seconds: f64,
     /// Nanoseconds from submit to complete, per slab.
-    pub service: Histogram<u64>,
+    pub took: Histogram<u64>,
     /// Nanoseconds of a submit call.
     pub submit: Histogram<u64>,
     /// Whether memory served it, all or in part.
@@ -112,13 +112,13 @@ pub fn is_cached(page_cache: bool, resident: Option<f64>, disk_bytes: Option<u64
 pub fn summarize(candidate: Candidate, rounds: &[Round]) -> Option<Summary> {
     let of = |value: &dyn Fn(&Round) -> Option<f64>| rounds.iter().filter_map(value).collect::<Vec<f64>>();
     let speeds = of(&|round| Some(round.bytes as f64 / 1e9 / round.seconds));
-    let mut service = Histogram::<u64>::new(3).ok()?;
-    let mut submit = service.clone();
+    let mut took = Histogram::<u64>::new(3).ok()?;
+    let mut submit = took.clone();
     for round in rounds {
-        service.add(&round.service).ok()?;
+        took.add(&round.took).ok()?;
         submit.add(&round.submit).ok()?;
     }
-    let ms = |quantile| service.value_at_quantile(quantile) as f64 / 1e6;
+    let ms = |quantile| took.value_at_quantile(quantile) as f64 / 1e6;
     let us = |quantile| submit.value_at_quantile(quantile) as f64 / 1e3;
     Some(Summary {
         candidate,
@@ -129,7 +129,7 @@ pub fn summarize(candidate: Candidate, rounds: &[Round]) -> Option<Summary> {
         gb_s_min: speeds.iter().copied().fold(f64::INFINITY, f64::min),
         gb_s_max: speeds.iter().copied().fold(0.0, f64::max),
         cpu_s_per_gb: median(&of(&|round| Some(round.cpu_seconds / (round.bytes as f64 / 1e9))))?,
-        slabs: service.len(),
+        slabs: took.len(),
         p50_ms: ms(0.5),
         p99_ms: ms(0.99),
         submit_p50_us: us(0.5),
@@ -208,9 +208,9 @@ mod tests {
         Candidate { depth, ..Candidate::RING }
     }
 
-    fn round(gb: f64, seconds: f64, cpu_seconds: f64, service_ms: &[u64]) -> Round {
-        let mut service = Histogram::new(3).unwrap();
-        service_ms.iter().for_each(|ms| service.record(ms * 1_000_000).unwrap());
+    fn round(gb: f64, seconds: f64, cpu_seconds: f64, took_ms: &[u64]) -> Round {
+        let mut took = Histogram::new(3).unwrap();
+        took_ms.iter().for_each(|ms| took.record(ms * 1_000_000).unwrap());
         let mut submit = Histogram::new(3).unwrap();
         submit.record(7000).unwrap();
         let bytes = (gb * 1e9) as u64;
@@ -222,7 +222,7 @@ mod tests {
             disk_bytes,
             disk_requests,
             cpu_seconds,
-            service,
+            took,
             submit,
             cached: false,
             registered_bytes: 1,
