@@ -638,6 +638,41 @@ fn codes_without_scales_are_never_used() {
 }
 
 #[test]
+fn what_belongs_to_a_weight_and_is_not_read_is_never_ignored() {
+    let packed = |beside: Tensor| with_expert("U8", &[2048], 2048, &[scales(".qs", "F32", &[64]), beside]);
+    for suffix in ["_scale", "_scale_2", "_zero_point", "_scale_inv", ".absmax", ".qs2"] {
+        let name = format!("{EXPERT}{suffix}");
+        assert_refused(
+            &packed(scales(suffix, "F32", &[1])),
+            &[&name, "model.safetensors", EXPERT, "F32 [1]", "ignored"],
+        );
+    }
+    // Beside a float weight, a vector, and under the module's own name.
+    let expert = EXPERT.strip_suffix("weight").unwrap();
+    let norm = "model.layers.0.input_layernorm.weight";
+    for (name, owner) in [
+        (format!("{EXPERT}_scale"), EXPERT),
+        (format!("{expert}scales"), EXPERT),
+        (format!("{expert}qzeros"), EXPERT),
+        (format!("{norm}.qs"), norm),
+        ("model.layers.1.mlp.gate.e_score_correction_bias_scale".to_owned(), "e_score_correction_bias"),
+    ] {
+        let model = Model::tiny();
+        model.edit_shard(|shard| shard.tensors.push(Tensor::new(&name, "F32", &[1], vec![0; 4])));
+        assert_refused(&model, &[&name, owner, "ignored"]);
+    }
+    // A scale of activations changes no weight, nor does what belongs to no used one.
+    let model = Model::tiny();
+    model.edit_shard(|shard| {
+        for name in [&format!("{expert}input_scale"), "model.layers.9.mlp.up_proj.weight_scale"] {
+            shard.tensors.push(Tensor::new(name, "F32", &[1], vec![0; 4]));
+        }
+    });
+    let checkpoint = Checkpoint::open(model.path()).unwrap();
+    assert!(checkpoint.notes()[0].starts_with("2 tensors are not used"), "{:?}", checkpoint.notes());
+}
+
+#[test]
 fn every_source_type_is_resolved() {
     let format = |model: Model| Checkpoint::open(model.path()).unwrap().experts.get(1, 0).unwrap().down.spec.format;
     assert_eq!(format(with_expert("F32", &[64, 64], 16384, &[])), Format::F32);

@@ -41,6 +41,16 @@ pub fn stamp_name(format: Format) -> &'static str {
     }
 }
 
+/// Name of the scales that the weight `name` is read with; `None` for one that stores values themselves.
+pub(crate) fn scales_of(tensors: &TensorMap, name: &str) -> Option<String> {
+    let suffix = match tensors.get(name)?.dtype {
+        Dtype::U8 => SCALES_SUFFIX,
+        Dtype::F8E4M3 => FP8_SCALES_SUFFIX,
+        _ => return None,
+    };
+    Some(format!("{name}{suffix}"))
+}
+
 impl TensorMap {
     /// Resolves the weight matrix `name` of shape `[rows, cols]`: exact sizes, known format, scales present.
     ///

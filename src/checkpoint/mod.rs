@@ -16,6 +16,7 @@ pub mod mirror;
 pub mod required;
 pub mod synth;
 pub mod tensors;
+mod unused;
 pub mod verify;
 pub mod write;
 
@@ -29,9 +30,8 @@ pub use tensors::{Dtype, TensorInfo, TensorMap};
 use crate::kernels::Format;
 use arch::IndexerKind;
 pub(crate) use config::{stop_sources, vendor_name};
-use container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
 use error::{Result, is_there};
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -91,7 +91,7 @@ impl Checkpoint {
         let experts = ExpertIndex::build(&arch, &tensors)?;
         let of_experts = experts.layers.iter().flatten().flatten().flat_map(ExpertSource::matrices);
         formats.extend(of_experts.map(|matrix| matrix.spec.format));
-        notes.extend(unused_note(&arch, &tensors, &required));
+        notes.extend(unused::note(&arch, &tensors, &required)?);
         let fingerprint = fingerprint(dir, &tensors)?;
         let took = started.elapsed();
         Ok(Checkpoint { dir: dir.to_owned(), arch, tensors, experts, notes, fingerprint, formats, took })
@@ -178,39 +178,6 @@ fn disable_absent_parts(arch: &mut Arch, tensors: &TensorMap, notes: &mut Vec<St
         mtp.indexer = IndexerKind::None;
         notes.push("the MTP layer has no indexer weights: its attention is dense".to_owned());
     }
-}
-
-/// One line about tensors that nothing will read, so that a redundant head or a stray layer does not go unseen.
-fn unused_note(arch: &Arch, tensors: &TensorMap, required: &[Required]) -> Option<String> {
-    let used: HashSet<&str> = required.iter().map(|tensor| tensor.name.as_str()).collect();
-    let is_expert = |name: &str| {
-        let mut parts = name.strip_prefix("model.layers.")?.split('.');
-        let layer: usize = parts.next()?.parse().ok()?;
-        let kind = arch.layers.iter().chain(&arch.mtp).nth(layer)?;
-        let tail = (parts.next()?, parts.next()?);
-        let expert: usize = parts.next()?.parse().ok()?;
-        let known = matches!(parts.next()?, "gate_proj" | "up_proj" | "down_proj")
-            && parts.next()? == "weight"
-            && parts.next().is_none();
-        let sparse = kind.mlp == arch::MlpKind::Sparse && expert < arch.moe.experts;
-        (tail == ("mlp", "experts") && known && sparse).then_some(())
-    };
-    let mut unused: Vec<&str> = tensors
-        .iter()
-        .map(|(name, _)| name)
-        .filter(|name| {
-            let weight =
-                name.strip_suffix(SCALES_SUFFIX).or_else(|| name.strip_suffix(FP8_SCALES_SUFFIX)).unwrap_or(name);
-            !used.contains(weight) && is_expert(weight).is_none()
-        })
-        .collect();
-    unused.sort_unstable();
-    let first = unused.first()?;
-    Some(format!(
-        "{} tensor{} not used by this model, such as {first}: ignored",
-        unused.len(),
-        if unused.len() == 1 { " is" } else { "s are" }
-    ))
 }
 
 fn fingerprint(dir: &Path, tensors: &TensorMap) -> Result<u64> {

@@ -128,6 +128,15 @@ impl Model {
         Model { dir }
     }
 
+    /// As [`Model::copy_of`], without the directories in it.
+    pub fn copy_of_files(source: &Path) -> Model {
+        let dir = tempfile::tempdir().unwrap();
+        for entry in fs::read_dir(source).unwrap().map(Result::unwrap).filter(|e| e.path().is_file()) {
+            fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+        }
+        Model { dir }
+    }
+
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
