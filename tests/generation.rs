@@ -1,6 +1,7 @@
 //! What an engine says of its generations: counts, rates and times, from the first to the last of its life.
 
-#![allow(clippy::unwrap_used)]
+// An engine's error is large, and made a few times here.
+#![allow(clippy::unwrap_used, clippy::result_large_err)]
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -8,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use millstream::checkpoint::Checkpoint;
 use millstream::engine::sampler::Sampling;
-use millstream::engine::{Engine, EngineConfig, Finish, Job, Memory, Outcome};
+use millstream::engine::{AttentionForm, Engine, EngineConfig, EngineError, Finish, Forced, Job, Memory, Outcome};
 
 fn checkpoint() -> Checkpoint {
     Checkpoint::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")).unwrap()
@@ -151,4 +152,47 @@ fn sizes_no_engine_can_have_are_refused_at_open() {
     assert_eq!(refused(&|c| c.prefill_rows = 0), "0 rows of a prefill chunk: there must be 1 to 512");
     assert_eq!(refused(&|c| c.prefill_rows = 513), "513 rows of a prefill chunk: there must be 1 to 512");
     assert!(refused(&|c| c.memory = Memory::Slabs(0)).starts_with("0 slabs: there must be 1"));
+}
+
+#[test]
+fn tokens_that_are_forced_leave_the_logits_that_scoring_them_gives() {
+    let tokens: Vec<u32> = (0..40u32).map(|i| (i * i * 31 + i * 17 + 5) % 4096).collect();
+    // One form of attention, so that a prompt and an answer are the same arithmetic.
+    let open = || engine(|c| (c.attention, c.memory) = (AttentionForm::Absorbed, Memory::Slabs(20)));
+    let vocab = 4096;
+    let scores = open().score(&tokens).unwrap();
+    let after = |position: usize| &scores[(position - 1) * vocab..position * vocab];
+    let mut engine = open();
+    let not = AtomicBool::new(false);
+    let mut force = |keep, prompt: &[u32], answer: &[u32]| {
+        let forced = Forced { keep, prompt, answer };
+        engine.force(&forced, &not, &mut ()).map(|_| (engine.logits().to_vec(), engine.stats()))
+    };
+    let (logits, stats) = force(0, &tokens[..20], &tokens[20..30]).unwrap();
+    assert_eq!(logits, after(30));
+    assert_eq!((stats.prompt_tokens, stats.decode_steps), (20, 10));
+    // What stays is what went through before: 25 positions, of which 5 came one by one.
+    let (logits, stats) = force(25, &[], &tokens[25..40]).unwrap();
+    assert_eq!(logits, after(40));
+    assert_eq!((stats.prompt_tokens, stats.decode_steps), (0, 15));
+    assert_eq!(force(10, &tokens[10..35], &[]).unwrap().0, after(35));
+    assert!(matches!(force(36, &[1], &[]), Err(EngineError::NothingToKeep { keep: 36, positions: 35 })));
+    assert!(matches!(force(0, &[4096], &[]), Err(EngineError::TokenOutOfRange { id: 4096, .. })));
+    let long = vec![1; 5000];
+    assert!(matches!(force(35, &long, &[]), Err(EngineError::PromptTooLong { tokens: 5035, .. })));
+    assert_eq!(force(35, &tokens[35..36], &[]).unwrap().0, after(36), "a refusal forgets nothing");
+}
+
+#[test]
+fn what_a_model_chose_can_be_forced_on_it() {
+    let mut engine = engine(|_| ());
+    let job = job(10);
+    let chosen = generate(&mut engine, &job).ids;
+    for count in 1..chosen.len() {
+        let forced = Forced { keep: 0, prompt: &job.prompt, answer: &chosen[..count] };
+        engine.force(&forced, &AtomicBool::new(false), &mut ()).unwrap();
+        let logits = engine.logits();
+        let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
+        assert_eq!(best as u32, chosen[count]);
+    }
 }

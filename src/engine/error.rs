@@ -80,6 +80,14 @@ pub enum EngineError {
         /// Positions of the context.
         context: usize,
     },
+    /// More positions are to stay in the context than are there.
+    #[error("{keep} positions of the context were to stay, and it has {positions}")]
+    NothingToKeep {
+        /// Positions asked for.
+        keep: usize,
+        /// Positions there.
+        positions: usize,
+    },
     /// A token id outside the vocabulary.
     #[error("token id {id} is outside the vocabulary of {vocab}")]
     TokenOutOfRange {

@@ -85,21 +85,12 @@ impl Engine {
         self.begin(job.prompt.len());
         // The longest answer is known here, so that no token has to make room for the next.
         let mut ids = Vec::with_capacity(job.max_tokens.min(self.context()));
-        let result = self.prefill(&job.prompt, cancel, observer).and_then(|()| {
-            self.times.prefill = Some(self.meter.wall());
-            self.times.before_decode = self.readings();
-            self.decode(job, cancel, on_token, observer, &mut ids)
-        });
-        let result = self.end_reads().and(result);
-        self.meter.lap(Stage::Other);
+        let result = self
+            .prefill(&job.prompt, cancel, observer)
+            .and_then(|()| self.decode(job, cancel, on_token, observer, &mut ids));
+        let finish = self.end(result);
         self.times.tokens = ids.len();
-        let finish = match result {
-            Err(EngineError::Forward(ForwardError::Cancelled | ForwardError::Store(StoreError::GivenUp))) => {
-                Finish::Interrupted
-            }
-            other => other?,
-        };
-        Ok(Outcome { ids, finish })
+        Ok(Outcome { ids, finish: finish? })
     }
 
     /// Logits of every position of `tokens` (`[tokens, vocab]`), from an empty context.
@@ -167,18 +158,38 @@ impl Engine {
         Ok(scores)
     }
 
+    /// Ends a generation that came to `result`; that it was stopped is an end like others.
+    pub(super) fn end(&mut self, result: Result<Finish, EngineError>) -> Result<Finish, EngineError> {
+        let result = self.end_reads().and(result);
+        self.meter.lap(Stage::Other);
+        match result {
+            Err(EngineError::Forward(ForwardError::Cancelled | ForwardError::Store(StoreError::GivenUp))) => {
+                Ok(Finish::Interrupted)
+            }
+            other => other,
+        }
+    }
+
     /// Nothing is read ahead any more. Fails where what was served turned out to be wrong.
     fn end_reads(&mut self) -> Result<(), EngineError> {
         self.experts.store.drop_guesses();
         Ok(self.experts.store.confirm().map_err(ForwardError::Store)?)
     }
 
-    fn prefill(&mut self, prompt: &[u32], cancel: &AtomicBool, observer: &mut dyn Observer) -> Result<(), EngineError> {
+    /// Puts `prompt` through the model in chunks; what follows is decode.
+    pub(super) fn prefill(
+        &mut self,
+        prompt: &[u32],
+        cancel: &AtomicBool,
+        observer: &mut dyn Observer,
+    ) -> Result<(), EngineError> {
         let (form, chunks) = (self.prompt_form, prompt.len().div_ceil(self.prefill_rows));
         for (i, tokens) in prompt.chunks(self.prefill_rows).enumerate() {
             let logits = if i + 1 == chunks { Logits::Last } else { Logits::None };
             self.observed_step(&Step { tokens, form, logits, cancel }, observer)?;
         }
+        self.times.prefill = Some(self.meter.wall());
+        self.times.before_decode = self.readings();
         Ok(())
     }
 
@@ -209,14 +220,25 @@ impl Engine {
             if ids.len() == job.max_tokens || position == self.context() {
                 break;
             }
-            let began = self.meter.wall();
-            self.turning.turn(&mut self.experts);
-            let step = Step { tokens: &[id], form: self.decode_form, logits: Logits::Last, cancel };
-            self.observed_step(&step, observer)?;
-            self.turning.judge(&self.experts, (self.meter.wall() - began).as_secs_f64());
-            self.times.decode_steps += 1;
+            self.decode_step(id, cancel, observer)?;
         }
         Ok(Finish::Length)
+    }
+
+    /// Puts `id` through the model, after which the logits of its successor are there.
+    pub(super) fn decode_step(
+        &mut self,
+        id: u32,
+        cancel: &AtomicBool,
+        observer: &mut dyn Observer,
+    ) -> Result<(), EngineError> {
+        let began = self.meter.wall();
+        self.turning.turn(&mut self.experts);
+        let step = Step { tokens: &[id], form: self.decode_form, logits: Logits::Last, cancel };
+        self.observed_step(&step, observer)?;
+        self.turning.judge(&self.experts, (self.meter.wall() - began).as_secs_f64());
+        self.times.decode_steps += 1;
+        Ok(())
     }
 
     pub(super) fn readings(&self) -> Readings {
@@ -234,7 +256,12 @@ impl Engine {
     }
 
     fn begin(&mut self, prompt_tokens: usize) {
-        self.kv.truncate(0);
+        self.begin_after(0, prompt_tokens);
+    }
+
+    /// Clocks and counters begin anew; the first `keep` positions of the context stay.
+    pub(super) fn begin_after(&mut self, keep: usize, prompt_tokens: usize) {
+        self.kv.truncate(keep);
         self.experts.store.reset_stats();
         self.experts.store.exchange_pins();
         self.state.lookahead.reset();
@@ -255,6 +282,11 @@ impl Engine {
         if tokens.len() > self.context() {
             return Err(EngineError::PromptTooLong { tokens: tokens.len(), context: self.context() });
         }
+        self.check_vocabulary(tokens)
+    }
+
+    /// Refuses ids that the model has no embedding for.
+    pub(super) fn check_vocabulary(&self, tokens: &[u32]) -> Result<(), EngineError> {
         let vocab = self.model.arch.vocab;
         match tokens.iter().find(|&&id| id as usize >= vocab) {
             Some(&id) => Err(EngineError::TokenOutOfRange { id, vocab }),

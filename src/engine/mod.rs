@@ -4,6 +4,7 @@ mod auto;
 pub mod budget;
 pub mod config;
 pub mod error;
+mod forced;
 mod generate;
 mod integrity;
 pub mod overlap;
@@ -39,6 +40,7 @@ pub use crate::store::{Hung, Notice, Verify, Watch};
 use budget::{Budget, Demand, Slabs};
 pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory};
 pub use error::EngineError;
+pub use forced::Forced;
 use generate::Times;
 pub use generate::{Finish, Job, Outcome};
 use sampler::Sampler;
@@ -170,6 +172,11 @@ impl Engine {
     /// Positions a sequence may have.
     pub fn context(&self) -> usize {
         self.kv.capacity()
+    }
+
+    /// Logits of what follows the last position that was decoded, or that ended a prompt: `[vocab]`.
+    pub fn logits(&mut self) -> &[f32] {
+        self.state.logits()
     }
 
     /// The expert store, for its counters, its pool and its device.
