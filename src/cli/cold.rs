@@ -48,22 +48,41 @@ impl Bench<'_> {
         failure: impl Fn(EngineError) -> Failure,
     ) -> Result<Option<Measured>, Failure> {
         let began = Instant::now();
-        let checkpoint = bundled::open(self.dir)?;
-        let mut engine = Engine::open(checkpoint, config).map_err(&failure)?;
-        engine.set_watch(hanging::watch_reads(self.stop.clone(), self.quiet));
-        let resident = self.witness.forget();
-        let before = self.witness.counters();
-        let outcome = engine.generate(job, &self.stop, on_token).map_err(&failure)?;
-        let moved = before.and_then(|before| Some(self.witness.counters()?.since(before).bytes));
+        let mut engine = self.open(config, &failure)?;
+        let work = |engine: &mut Engine| engine.generate(job, &self.stop, on_token);
+        let (outcome, stats, cached) = self.observe(&mut engine, true, work).map_err(&failure)?;
         if outcome.finish == Finish::Interrupted {
             hanging::leave(engine, self.quiet);
             return Ok(None);
         }
+        Ok(Some(Measured { outcome, stats, cached, took: began.elapsed() }))
+    }
+
+    /// Opens the model, with an empty cache of experts.
+    pub fn open(&self, config: &EngineConfig, failure: impl Fn(EngineError) -> Failure) -> Result<Engine, Failure> {
+        let checkpoint = bundled::open(self.dir)?;
+        let mut engine = Engine::open(checkpoint, config).map_err(failure)?;
+        engine.set_watch(hanging::watch_reads(self.stop.clone(), self.quiet));
+        Ok(engine)
+    }
+
+    /// Does `work`, after the page cache has forgotten the files where that is wanted. Tells what came of it, its
+    /// numbers, and whether memory may have served some of the reads.
+    pub fn observe<T>(
+        &self,
+        engine: &mut Engine,
+        forget: bool,
+        work: impl FnOnce(&mut Engine) -> Result<T, EngineError>,
+    ) -> Result<(T, Stats, bool), EngineError> {
+        let resident = if forget { self.witness.forget() } else { None };
+        let before = self.witness.counters();
+        let result = work(engine)?;
+        let moved = before.and_then(|before| Some(self.witness.counters()?.since(before).bytes));
         for line in engine.warnings() {
             render::note(self.quiet && !engine.warns_of_damage(), &line);
         }
         let stats = engine.stats();
         let cached = is_cached(stats.io.direct != Directness::Direct, resident, moved, stats.io.bytes);
-        Ok(Some(Measured { outcome, stats, cached, took: began.elapsed() }))
+        Ok((result, stats, cached))
     }
 }
