@@ -78,6 +78,10 @@ pub const ROUNDS_MAX: usize = 1000;
 pub const SWEEP_DEPTH_MAX: u64 = 16;
 /// Values that `sweep` tries.
 pub const SWEEP_VALUES_MAX: usize = 64;
+/// Tests of one `bench`.
+pub const BENCH_TESTS_MAX: usize = 256;
+/// Bytes of a list of token ids that is read: ten million of them.
+pub const MAX_IDS_FILE_BYTES: u64 = 1 << 27;
 /// Ways of reading that `tune` tries in generations, besides the defaults.
 pub const CHALLENGERS_MAX: usize = 4;
 /// Most tokens of a generation of `tune`.

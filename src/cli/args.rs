@@ -14,6 +14,7 @@ use crate::engine::{Activations, AttentionForm, Depth, Dsa, PolicyKind, Switch, 
 use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
+use super::bench::BenchArgs;
 use super::census::CensusArgs;
 use super::info::InfoArgs;
 use super::machine::Machine;
@@ -45,6 +46,8 @@ pub enum Command {
     Convert(ConvertArgs),
     /// Whether a model will run here: files, machine and memory, as ok, warn, fail and skip lines.
     Doctor(DoctorArgs),
+    /// How fast prompts are read and tokens follow, on given tokens: pp and tg tables in the manner of llama-bench.
+    Bench(Box<BenchArgs>),
     /// Measures which way of reading is best on this machine's drive: devices, modes, depths, request sizes, pages.
     BenchIo(BenchIoArgs),
     /// Finds the way of reading with which this model generates fastest on this machine, and keeps it for run.
@@ -428,7 +431,7 @@ impl Chunk {
 }
 
 /// The values of a setting, by the names people type.
-pub struct Choices<T: 'static>(&'static [(&'static str, T)]);
+pub struct Choices<T: 'static>(pub(super) &'static [(&'static str, T)]);
 
 /// `--activations`.
 pub const ACTIVATIONS: Choices<Activations> = Choices(&[("int8", Activations::Int8), ("f32", Activations::F32)]);

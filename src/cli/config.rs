@@ -50,6 +50,15 @@ pub enum ModelChoice {
     Bundled(PathBuf),
 }
 
+impl ModelChoice {
+    /// The directory's own name, as people call the model.
+    pub fn name(&self) -> String {
+        let (ModelChoice::Dir(dir) | ModelChoice::Bundled(dir)) = self;
+        let dir = std::fs::canonicalize(dir).unwrap_or_else(|_| dir.clone());
+        dir.file_name().unwrap_or(Path::new("/").as_os_str()).to_string_lossy().into_owned()
+    }
+}
+
 /// How long the answer may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MaxTokens {

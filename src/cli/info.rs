@@ -1,7 +1,6 @@
 //! The `info` command: what the model and this machine are, on one screen.
 
 use std::fmt::Write as _;
-use std::path::Path;
 use std::sync::Arc;
 
 use millstream_io::{BlockDevice, FileId, FileSet, free_bytes};
@@ -16,7 +15,7 @@ use crate::engine::config::DEFAULT_CONTEXT;
 use crate::kernels::{Format, Kernels};
 
 use super::args::ModelArgs;
-use super::config::{ModelChoice, RunConfig};
+use super::config::RunConfig;
 use super::doctor::try_ring;
 use super::machine::Machine;
 use super::{Done, Failure, job, output, render, size};
@@ -91,7 +90,7 @@ impl<'a> Info<'a> {
         };
         let census = Census::take(checkpoint).map_err(failed)?;
         let vendor = vendor_name(&checkpoint.dir).map_err(failed)?;
-        Ok(Info { checkpoint, machine, name: name(&config.model), vendor, census, budget, disk, ring })
+        Ok(Info { checkpoint, machine, name: config.model.name(), vendor, census, budget, disk, ring })
     }
 
     fn dense_layers(&self) -> usize {
@@ -255,13 +254,6 @@ impl Disk {
         let free = self.free_bytes.map_or_else(|| "an unknown part".to_owned(), size::show);
         format!("{device}, {}, {free} free", self.file_system)
     }
-}
-
-/// The directory's own name, as people call the model.
-fn name(model: &ModelChoice) -> String {
-    let (ModelChoice::Dir(dir) | ModelChoice::Bundled(dir)) = model;
-    let dir = std::fs::canonicalize(dir).unwrap_or_else(|_| dir.clone());
-    dir.file_name().unwrap_or(Path::new("/").as_os_str()).to_string_lossy().into_owned()
 }
 
 /// `744 billion`.

@@ -3,6 +3,7 @@
 
 mod advice;
 pub mod args;
+mod bench;
 mod bench_io;
 mod bundled;
 mod census;
@@ -134,6 +135,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::Run(run_args) => run::run(run_args, &machine),
         args::Command::Convert(convert_args) => convert::convert(convert_args),
         args::Command::Doctor(doctor_args) => doctor::doctor(doctor_args, &machine),
+        args::Command::Bench(bench_args) => bench::bench(bench_args, &machine),
         args::Command::BenchIo(bench_args) => bench_io::bench_io(bench_args, &machine),
         args::Command::Tune(tune_args) => tune::tune(tune_args, &machine),
         args::Command::Info(info_args) => info::info(info_args, &machine),

@@ -1,0 +1,238 @@
+//! Results as a Markdown table like llama-bench's, comma-separated values, or JSON.
+
+use std::fmt::Write as _;
+
+use millstream_io::measure::median;
+use serde_json::{Value, json};
+
+use super::measure::{Taken, Went};
+use super::work::Rate;
+use super::{Model, Report};
+use crate::cli::args::Choices;
+use crate::cli::size::{self, short};
+use crate::engine::stats::Stats;
+
+/// What is printed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Output {
+    /// A Markdown table.
+    #[default]
+    Md,
+    /// Comma-separated values, with a heading.
+    Csv,
+    /// One JSON object.
+    Json,
+    /// One JSON object a rate and line.
+    Jsonl,
+}
+
+/// `-o`.
+pub const OUTPUT: Choices<Output> =
+    Choices(&[("md", Output::Md), ("csv", Output::Csv), ("json", Output::Json), ("jsonl", Output::Jsonl)]);
+
+/// The report.
+pub fn text(report: &Report, output: Output) -> String {
+    match output {
+        Output::Md => markdown(report),
+        Output::Csv => csv(report),
+        Output::Json => format!("{:#}\n", object(report)),
+        Output::Jsonl => rates(report).map(|(taken, rate)| format!("{}\n", test(report, taken, &rate))).collect(),
+    }
+}
+
+fn rates<'a>(report: &'a Report) -> impl Iterator<Item = (&'a Taken, Rate)> {
+    report.taken.iter().flat_map(|taken| taken.test.rates().into_iter().map(move |rate| (taken, rate)))
+}
+
+/// Mean and standard deviation of a sample, as llama-bench has them; no deviation of one.
+fn spread(values: &[f64]) -> (f64, f64) {
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let square = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>();
+    (mean, if values.len() > 1 { (square / (count - 1.0)).sqrt() } else { 0.0 })
+}
+
+fn markdown(report: &Report) -> String {
+    let mut text = String::from(
+        "| model | size | params | backend | threads | test | t/s | in memory | read a token |\n|---|---:|---:|---|---:|---:|---:|---:|---:|\n",
+    );
+    let Model { bytes, parameters, .. } = report.model;
+    let gib = bytes as f64 / f64::from(1u32 << 30);
+    let parameters = self::parameters(parameters);
+    for (taken, rate) in rates(report) {
+        let (mean, sd) = spread(&taken.rates(&rate));
+        let hits = taken
+            .median(|stats| stats.experts.hit_rate)
+            .map_or("-".to_owned(), |rate| format!("{:.1} %", 100.0 * rate));
+        let read = size::show(bytes_per_token(taken) as u64);
+        let (model, backend, name) = (name(report), backend(taken), rate.named(" @ "));
+        let threads = report.config.threads;
+        let _ = writeln!(
+            text,
+            "| {model} | {gib:.2} GiB | {parameters} | {backend} | {threads} | {name} | {mean:.2} ± {sd:.2} | {hits} | {read} |"
+        );
+    }
+    let _ = writeln!(text, "\n{}", conditions(report));
+    text
+}
+
+/// What a reader has to know of the figures, in a line.
+fn conditions(report: &Report) -> String {
+    let how = report.how;
+    let state = match (how.cold, how.warmup) {
+        (true, _) => "cold: no expert in memory at the start of each",
+        (false, true) => "warm: each done once before",
+        (false, false) => "warm from the second time on",
+    };
+    let mut line = format!(
+        "millstream {}, {} times each, {state}; tokens: {}",
+        env!("CARGO_PKG_VERSION"),
+        how.repetitions,
+        report.tokens.source
+    );
+    if report.taken.iter().flat_map(|taken| &taken.samples).any(|sample| sample.cached) {
+        line += "; the page cache served some reads, so that rates are not the drive's";
+    }
+    if matches!(report.went, Went::Interrupted) {
+        line += "; interrupted: the last have fewer samples, or none";
+    }
+    line
+}
+
+fn csv(report: &Report) -> String {
+    let mut text = String::from(
+        "model,size_bytes,parameters,backend,threads,test,tokens,depth,cold,tok_s_mean,tok_s_sd,tok_s_median,hit_rate,bytes_per_token\n",
+    );
+    for (taken, rate) in rates(report) {
+        let samples = taken.rates(&rate);
+        let (mean, sd) = spread(&samples);
+        let middle = median(&samples).unwrap_or(mean);
+        let hits = taken.median(|stats| stats.experts.hit_rate).map_or(String::new(), |rate| short(rate).to_string());
+        let _ = writeln!(
+            text,
+            "\"{}\",{},{},{},{},{},{},{},{},{},{},{},{hits},{:.0}",
+            name(report).replace('"', "\"\""),
+            report.model.bytes,
+            report.model.parameters,
+            backend(taken),
+            report.config.threads,
+            rate.name,
+            rate.tokens,
+            rate.depth,
+            report.how.cold,
+            short(mean),
+            short(sd),
+            short(middle),
+            bytes_per_token(taken)
+        );
+    }
+    text
+}
+
+fn object(report: &Report) -> Value {
+    let (machine, model) = (report.machine, &report.model);
+    let mut settings: serde_json::Map<String, Value> =
+        report.config.settings.iter().map(|s| (s.name.to_owned(), s.value.clone())).collect();
+    // Nothing is chosen here.
+    for name in ["temp", "top-k", "top-p", "min-p", "seed", "max-tokens", "stop"] {
+        settings.shift_remove(name);
+    }
+    json!({
+        "schema_version": 1,
+        "version": env!("CARGO_PKG_VERSION"),
+        "machine": {
+            "cpu": machine.cpu,
+            "kernels": report.taken.first().map(backend),
+            "ram": machine.memory.total,
+            "kernel": machine.kernel,
+            "fs": machine.file_system(&model.dir),
+        },
+        "model": {
+            "dir": model.dir.display().to_string(),
+            "arch": model.arch.family.name(),
+            "layers": model.arch.layers.len(),
+            "experts": model.arch.moe.experts,
+            "formats": model.formats,
+            "bytes": model.bytes,
+            "parameters": model.parameters,
+        },
+        "settings": settings,
+        "tokens": report.tokens.source,
+        "repetitions": report.how.repetitions,
+        "interrupted": matches!(report.went, Went::Interrupted),
+        "tests": rates(report).map(|(taken, rate)| test(report, taken, &rate)).collect::<Vec<_>>(),
+    })
+}
+
+fn test(report: &Report, taken: &Taken, rate: &Rate) -> Value {
+    let samples = taken.rates(rate);
+    let (mean, sd) = spread(&samples);
+    json!({
+        "name": rate.named("@"),
+        "n": rate.tokens,
+        "depth": rate.depth,
+        "samples_tok_s": samples.iter().copied().map(short).collect::<Vec<_>>(),
+        "mean": short(mean),
+        "median": median(&samples).map(short),
+        "sd": short(sd),
+        "cold": report.how.cold,
+        "hit_rate": taken.median(|stats| stats.experts.hit_rate).map(short),
+        "bytes_per_token": bytes_per_token(taken).round(),
+        "gb_s": taken.median(|stats| stats.io.gb_s).map(short),
+        "efficiency": taken.median(|stats| stats.overlap.map(|overlap| overlap.efficiency)).map(short),
+        "stages": stages(taken),
+        "page_cache": taken.samples.iter().any(|sample| sample.cached),
+        "routing": taken.routing().map(|digest| format!("{digest:016x}")),
+    })
+}
+
+/// Share of the time of each stage, prompt and answer together: medians, which need not add up to 1.
+fn stages(taken: &Taken) -> serde_json::Map<String, Value> {
+    let share = |stats: &Stats, name: &str| {
+        let (_, stage) = stats.stages.0.iter().find(|(other, _)| *other == name)?;
+        Some(stage.busy_s / stats.wall_s)
+    };
+    let names = taken.samples.first().map(|sample| &sample.stats.stages.0);
+    let shares = names.into_iter().flatten().filter_map(|(name, _)| {
+        Some(((*name).to_owned(), taken.median(|stats| share(stats, name)).map(short)?.into()))
+    });
+    shares.collect()
+}
+
+/// Bytes read for each token of prompt and answer, in the median.
+fn bytes_per_token(taken: &Taken) -> f64 {
+    let tokens = (taken.test.prompt + taken.test.answer) as f64;
+    taken.median(|stats| Some(stats.io.bytes as f64)).unwrap_or(0.0) / tokens
+}
+
+fn backend(taken: &Taken) -> String {
+    let kernels = taken.samples.first().map_or("", |sample| &sample.stats.machine.kernels);
+    format!("CPU {kernels}")
+}
+
+/// The model's name, family and formats.
+fn name(report: &Report) -> String {
+    let model = &report.model;
+    format!("{} {} {}", report.config.model.name(), model.arch.family.name(), model.formats.join("+"))
+}
+
+/// `743.90 B`, as llama-bench counts.
+fn parameters(count: u64) -> String {
+    match count {
+        0..1_000_000_000 => format!("{:.2} M", count as f64 / 1e6),
+        _ => format!("{:.2} B", count as f64 / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_spread_is_that_of_a_sample() {
+        // By hand: mean 5, squares 9 + 1 + 1 + 1 + 0 + 0 + 4 + 16 = 32, over 7.
+        let (mean, sd) = spread(&[2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]);
+        assert!((mean - 5.0).abs() < 1e-12 && (sd - (32.0f64 / 7.0).sqrt()).abs() < 1e-12);
+        assert_eq!(spread(&[3.0]), (3.0, 0.0));
+    }
+}
