@@ -37,6 +37,7 @@ const IO: &[(&str, &[&str])] = &[
     ("file", &["access", "block", "drive", "error", "limits", "sector"]),
     ("plan", &["access", "error", "file", "limits", "sector"]),
     ("device", &["access", "arena", "block", "drive", "error", "file", "limits", "plan", "pool", "sector"]),
+    ("write", &["access", "error", "limits", "pool"]),
     ("measure", &["access", "arena", "block", "device", "error", "file", "limits", "plan", "pool"]),
 ];
 

@@ -142,6 +142,18 @@ pub(crate) fn refuses_direct(errno: Errno) -> bool {
     matches!(errno.kind(), ErrnoKind::Unsupported) || errno.0 == libc::EPERM
 }
 
+/// Whether whole multiples of `unit` bytes, from page-aligned memory, go around the page cache through `file`, which was
+/// opened with `O_DIRECT`.
+pub(crate) fn really_direct(file: &File, unit: usize) -> bool {
+    let takes = |align: u32| align > 0 && unit.is_multiple_of(align as usize);
+    match examine(file) {
+        Ok((Access::Direct { mem_align, offset_align }, _)) => {
+            mem_align as usize <= PAGE_BYTES && takes(mem_align) && takes(offset_align)
+        }
+        _ => false,
+    }
+}
+
 /// Whether the kernel and the file system take reads with `RWF_DONTCACHE`, asked by one.
 ///
 /// # Errors

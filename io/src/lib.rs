@@ -41,6 +41,7 @@ pub mod plan;
 pub mod pool;
 pub mod sector;
 pub mod space;
+pub mod write;
 
 pub use access::{Access, IoMode};
 pub use arena::{Arena, ArenaReport, PageKind, Pages};
@@ -58,3 +59,4 @@ pub use limits::MAX_SEGMENTS;
 pub use plan::{FileSpan, Place, Segment, Segments, SlabLayout, layout};
 pub use pool::{Slab, SlabPool};
 pub use space::free_bytes;
+pub use write::{FileWriter, write_pool};

@@ -87,6 +87,12 @@ pub const STALL_TIMES: u64 = 4;
 pub const STALL_NS_MIN: u64 = 50_000_000;
 /// The end of a throttled wait that is spent looking at the clock: longer than a sleeper is late as a rule.
 pub const THROTTLE_SPIN: Duration = Duration::from_micros(100);
+/// Bytes written at a time: a few requests of any drive, all of them whole.
+pub const WRITE_SLAB_BYTES: usize = 4 << 20;
+/// Buffers of a writer: one is filled, one is written, and two even out the difference.
+pub const WRITE_SLABS: usize = 4;
+/// Bytes that may be dirty in the page cache where a file is written through it.
+pub const WRITEBACK_BYTES: u64 = 64 * MIB;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -104,3 +110,5 @@ const _: () = assert!(BACKOFF_NS_MIN < BACKOFF_NS_MAX);
 const _: () = assert!(RING_ENTRIES_MIN <= RING_ENTRIES && RING_ENTRIES <= RING_ENTRIES_MAX);
 const _: () = assert!(QUEUE_READS <= QUEUE_READS_MAX && READER_THREADS <= READER_THREADS_MAX);
 const _: () = assert!(HUGE_PAGE_BYTES.is_multiple_of(PAGE_BYTES) && PAGE_BYTES.is_multiple_of(SECTOR_BYTES as usize));
+const _: () =
+    assert!(WRITE_SLAB_BYTES.is_multiple_of(HUGE_PAGE_BYTES) && WRITE_SLABS >= 2 && WRITEBACK_BYTES <= u32::MAX as u64);
