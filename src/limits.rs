@@ -58,6 +58,8 @@ pub const MAX_TEMPLATE_STEPS: u64 = 50_000_000;
 pub const MAX_JSON_DEPTH: usize = 200;
 /// Bytes of a shard's header that is read, as in the format's own library.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Bytes of the record of a source whose shards are removed: ten times the headers of the largest published model.
+pub const MAX_RECORD_BYTES: u64 = 1 << 30;
 /// Bytes of a tensor's name.
 pub const MAX_NAME_BYTES: usize = 1024;
 /// Dimensions of a tensor.
@@ -92,6 +94,12 @@ pub const CHECKED_RUN_GAP_MAX: u64 = 64;
 pub const CHECK_SLAB_BYTES_MAX: usize = 8 << 20;
 /// Experts not in memory any more whose copies are read again when a drive gave wrong bytes: 1.2 GB of the largest.
 pub const GONE_CHECKED_MAX: usize = 64;
+/// Bytes of the source that a conversion reads at a time; more where 128 rows, which share FP8 scales, have more.
+pub const CONVERT_PIECE_BYTES: usize = 8 << 20;
+/// Such pieces in memory: enough for the drive to be busy while one is encoded.
+pub const AHEAD_SLABS: usize = 6;
+/// Buffers that a shard is read back into once it is written.
+pub const READ_BACK_SLABS: usize = 6;
 /// Threads that hash. One is faster than one drive; several drives, or a slow processor, need more.
 pub const CHECK_WORKERS_MAX: usize = 4;
 /// Layers ahead of which experts are guessed.

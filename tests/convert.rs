@@ -520,7 +520,7 @@ fn another_conversion_does_not_continue_a_stopped_one() {
     let dst = quick_dir();
     let stopped = catch_unwind(AssertUnwindSafe(|| {
         convert(tiny_model(), dst.path(), &ConvertOptions::default(), &mut |progress| {
-            if matches!(progress, Progress::Bytes { .. }) {
+            if matches!(progress, Progress::Bytes(_)) {
                 std::panic::resume_unwind(Box::new("stopped"));
             }
         })

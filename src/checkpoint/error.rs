@@ -1,5 +1,6 @@
 //! What can be wrong with a checkpoint: values, not prose, so that a caller can show them as it likes.
 
+use millstream_io::IoError;
 use std::io;
 use std::path::PathBuf;
 
@@ -16,6 +17,9 @@ pub enum CheckpointError {
         /// The system's answer.
         source: io::Error,
     },
+    /// Weights could not be read.
+    #[error("{0}")]
+    Device(#[from] IoError),
     /// The directory lacks the small files that say what the shards are.
     #[error("{} is not a whole model: {} missing, {shards} weight shard{} found", dir.display(), missing.join(" and "), if *shards == 1 { "" } else { "s" })]
     SmallFilesMissing {
@@ -180,6 +184,36 @@ pub enum CheckpointError {
         /// Whether what is there is whole.
         finished: bool,
     },
+    /// Shards of the directory were removed as they were converted.
+    #[error("{} is no whole model any more: {gone} of its shards were removed as they were converted into {}", dir.display(), into.display())]
+    Consumed {
+        /// Model directory.
+        dir: PathBuf,
+        /// Where the converted model is.
+        into: PathBuf,
+        /// How many shards are gone.
+        gone: usize,
+    },
+    /// What is to be written needs shards that were removed as they were converted elsewhere.
+    #[error("{shard} cannot be made: {} of {}, removed when {} was made from {}", shown(gone), dir.display(), into.display(), if gone.len() == 1 { "it" } else { "them" })]
+    SourceGone {
+        /// Source directory.
+        dir: PathBuf,
+        /// The shard to be written.
+        shard: String,
+        /// Names of the shards it needs and that are gone.
+        gone: Vec<String>,
+        /// What was made from them.
+        into: PathBuf,
+    },
+    /// The shards of the source cannot be removed, and were to be.
+    #[error("cannot remove shards from {}: {source}", dir.display())]
+    SourceKept {
+        /// Source directory.
+        dir: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
     /// The writing was asked to end.
     #[error("writing into {} was interrupted", dir.display())]
     Interrupted {
@@ -199,6 +233,26 @@ pub enum CheckpointError {
         dir: PathBuf,
         /// The file in the way.
         file: PathBuf,
+    },
+    /// What was written is not what the drive gives back.
+    #[error("{} reads back otherwise than it was written: {damage}", file.display())]
+    ReadBack {
+        /// The shard.
+        file: PathBuf,
+        /// The first run that differs, and how many do.
+        damage: String,
+    },
+    /// The FP8 decoder of this machine gives other values than the format's definition.
+    #[error("FP8 self test: code {code:#04x} with the block scale {scale} decodes to {found}, expected {expected}")]
+    SelfTest {
+        /// The byte.
+        code: u8,
+        /// The scale of its block.
+        scale: f32,
+        /// By the definition.
+        expected: f32,
+        /// What came out.
+        found: f32,
     },
     /// The destination's file system has too little room.
     #[error("{} has {available} bytes free; {needed} more are needed", dir.display())]
@@ -250,9 +304,29 @@ impl CheckpointError {
             CheckpointError::ConvertDiffers { .. } => {
                 "give the parameters it was begun with to continue it, or another destination"
             }
+            CheckpointError::Consumed { .. } => {
+                "give the directory that it was converted into; if that is not finished, the same conversion continues"
+            }
+            CheckpointError::SourceGone { .. } => {
+                "continue the conversion that removed them, into its own destination, or fetch them again"
+            }
+            CheckpointError::SourceKept { .. } => {
+                "leave --delete-source out, or make the directory writable for this user"
+            }
             CheckpointError::Interrupted { .. } => "the same command continues",
             CheckpointError::ConvertBusy { .. } => "wait for it to end, or give another destination",
             CheckpointError::ConvertOccupied { .. } => "give an empty or new directory",
+            CheckpointError::Device(IoError::Memory { .. }) => "free memory, or allow this process more of it",
+            CheckpointError::Device(IoError::Changed { .. }) => {
+                "somebody writes into the source: let that end, then run the same command again"
+            }
+            CheckpointError::Device(_) => "check the drive's health (dmesg); the same command continues",
+            CheckpointError::ReadBack { .. } => {
+                "the drive or the memory is at fault (dmesg): nothing of this shard was kept; the same command writes it again"
+            }
+            CheckpointError::SelfTest { .. } => {
+                "nothing was converted: the processor or this build of the program is at fault"
+            }
             CheckpointError::NoSpace { .. } => "free space, or give a destination on a larger drive",
         }
     }

@@ -3,9 +3,11 @@
 //! [`Checkpoint::open`] reads the small files and the shards' headers, never a weight, and refuses whatever would fail
 //! later: a missing scale, a norm of the wrong length, a shard cut short. After it nothing is checked again.
 
+mod ahead;
 pub mod arch;
 pub mod census;
 mod config;
+mod consumed;
 pub mod container;
 pub mod convert;
 pub mod error;
@@ -61,11 +63,21 @@ impl Checkpoint {
     /// Opens the model in `dir` and checks everything an answer could need. Reads no weight.
     pub fn open(dir: &Path) -> Result<Checkpoint> {
         refuse_unfinished(dir)?;
+        consumed::refuse_consumed(dir)?;
         Checkpoint::open_with(dir, &SMALL_FILES)
     }
 
     /// As [`Checkpoint::open`], with the list of small files that must be there.
     pub(crate) fn open_with(dir: &Path, small_files: &[&str]) -> Result<Checkpoint> {
+        Checkpoint::open_remembering(dir, small_files, &tensors::Headers::new())
+    }
+
+    /// As [`Checkpoint::open_with`], with the headers of shards that may be gone.
+    pub(crate) fn open_remembering(
+        dir: &Path,
+        small_files: &[&str],
+        remembered: &tensors::Headers,
+    ) -> Result<Checkpoint> {
         let started = Instant::now();
         let shards = tensors::shard_paths(dir)?.len();
         let mut missing = Vec::new();
@@ -78,7 +90,7 @@ impl Checkpoint {
             return Err(CheckpointError::SmallFilesMissing { dir: dir.to_owned(), missing, shards });
         }
         let mut arch = Arch::read(dir)?;
-        let tensors = TensorMap::open(dir)?;
+        let tensors = TensorMap::open_remembering(dir, remembered)?;
         let mut notes = tensors.notes().to_vec();
         disable_absent_parts(&mut arch, &tensors, &mut notes);
         let mut required = Checkpoint::required(&arch);

@@ -5,14 +5,17 @@ use super::header::{self, Header};
 use super::index;
 use crate::limits::{HEADER_SHARDS_MIN, HEADER_THREADS_MAX};
 use millstream_io::{FileId, FileSpan};
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 
 /// Tensors of this prefix only fill space between others.
 pub const PAD_PREFIX: &str = "__pad__";
+
+/// Headers of shards by file name, each with the length of its file.
+pub(crate) type Headers = BTreeMap<String, (u64, String)>;
 
 /// Element type of a tensor, as safetensors names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -127,7 +130,19 @@ impl TensorMap {
     ///
     /// No weight is read. Files are ordered by name; links, as download caches make them, are followed.
     pub fn open(dir: &Path) -> Result<TensorMap> {
-        let paths = shard_paths(dir)?;
+        TensorMap::open_remembering(dir, &Headers::new())
+    }
+
+    /// As [`TensorMap::open`], with the shards that are not there any more and whose headers are in `remembered`.
+    pub(crate) fn open_remembering(dir: &Path, remembered: &Headers) -> Result<TensorMap> {
+        let mut paths = shard_paths(dir)?;
+        let gone: HashMap<PathBuf, &(u64, String)> = remembered
+            .iter()
+            .map(|(name, header)| (dir.join(name), header))
+            .filter(|(path, _)| paths.binary_search(path).is_err())
+            .collect();
+        paths.extend(gone.keys().cloned());
+        paths.sort();
         if paths.is_empty() {
             return Err(CheckpointError::NoShards { dir: dir.to_owned() });
         }
@@ -143,7 +158,7 @@ impl TensorMap {
             paths,
         };
         let mut hasher = xxhash_rust::xxh3::Xxh3::new();
-        for (file, header) in read_headers(&map.paths).into_iter().enumerate() {
+        for (file, header) in read_headers(&map.paths, &gone).into_iter().enumerate() {
             let header = header?;
             hasher.update(&header.hash.to_le_bytes());
             map.add(file, header)?;
@@ -237,12 +252,16 @@ impl TensorMap {
 
 /// The header of each shard. Large models have a hundred megabytes of them, so that threads share them; for few shards they
 /// would take more memory, an arena of the allocator each, than they save time.
-fn read_headers(paths: &[PathBuf]) -> Vec<Result<Header>> {
+fn read_headers(paths: &[PathBuf], gone: &HashMap<PathBuf, &(u64, String)>) -> Vec<Result<Header>> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(HEADER_THREADS_MAX);
     let threads = if paths.len() < HEADER_SHARDS_MIN { 1 } else { threads };
     let read = |first: usize, paths: &[PathBuf]| -> Vec<Result<Header>> {
         let numbered = paths.iter().zip(first as u32..);
-        numbered.map(|(path, file)| header::read(path, FileId(file))).collect()
+        let header = |(path, file): (&PathBuf, u32)| match gone.get(path) {
+            Some((bytes, json)) => header::parse(path, FileId(file), *bytes, json.as_bytes()),
+            None => header::read(path, FileId(file)),
+        };
+        numbered.map(header).collect()
     };
     let share = paths.len().div_ceil(threads).max(1);
     let mut shares = paths.chunks(share).enumerate().map(|(number, paths)| (number * share, paths));

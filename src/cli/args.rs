@@ -9,7 +9,6 @@ use millstream_io::limits::CHUNK_BYTES_MIN;
 use millstream_io::{CHUNK_WHOLE, DeviceKind, IoMode};
 
 use crate::checkpoint::container::GROUP_SIZES;
-use crate::checkpoint::convert::Width;
 use crate::engine::{Activations, AttentionForm, Depth, Dsa, PolicyKind, Switch, Verify};
 use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
@@ -43,7 +42,7 @@ pub enum Command {
     /// One generation: the answer goes to stdout, statistics to stderr.
     Run(Box<RunArgs>),
     /// Turns a published checkpoint into a quantized container laid out for streaming.
-    Convert(ConvertArgs),
+    Convert(super::convert::ConvertArgs),
     /// Whether a model will run here: files, machine and memory, as ok, warn, fail and skip lines.
     Doctor(DoctorArgs),
     /// How fast prompts are read and tokens follow, on given tokens: pp and tg tables in the manner of llama-bench.
@@ -215,43 +214,6 @@ pub struct EngineArgs {
     /// [default: sample]
     #[arg(long, value_name = "WHAT", value_parser = |text: &str| VERIFY.parse(text))]
     pub verify: Option<Verify>,
-}
-
-/// Flags of `convert`.
-#[derive(Debug, clap::Args)]
-#[command(after_help = "\
-Examples:
-  millstream convert /models/GLM-5.2-FP8 /models/glm-5.2-int4
-  millstream convert --experts 4 --group 64 --dense 4 /models/GLM-5.2-FP8 /models/glm-5.2-g64
-
-Widths are bits: 16, 8, 4 or 2.
-A conversion that was stopped, by Ctrl-C or a crash, goes on when the same command is given again.
-Exit codes: 0 done, 1 the work failed, 2 usage, 130 interrupted.")]
-pub struct ConvertArgs {
-    /// Directory of the checkpoint
-    #[arg(value_name = "SRC")]
-    pub source: PathBuf,
-    /// Directory of the container; created when it is not there
-    #[arg(value_name = "DST")]
-    pub destination: PathBuf,
-    /// Width of the routed experts [default: 4]
-    #[arg(long, value_name = "BITS")]
-    pub experts: Option<Width>,
-    /// Width of attention, dense and shared layers; 4 halves what stays in memory [default: 8]
-    #[arg(long, value_name = "BITS")]
-    pub dense: Option<Width>,
-    /// Width of embeddings and output head [default: 8]
-    #[arg(long, value_name = "BITS")]
-    pub io_bits: Option<Width>,
-    /// Width of the multi-token-prediction layer [default: 8]
-    #[arg(long, value_name = "BITS")]
-    pub mtp: Option<Width>,
-    /// Columns that share a scale in 4-bit matrices: 16, 32, 48, 64, 96, 128, 192 or 256 [default: a whole row]
-    #[arg(long, value_name = "N", value_parser = parse_group)]
-    pub group: Option<u16>,
-    /// Print nothing but errors
-    #[arg(short, long)]
-    pub quiet: bool,
 }
 
 /// Flags of `doctor`.
@@ -533,7 +495,7 @@ fn parse_policy(text: &str) -> Result<PolicyKind, String> {
 }
 
 /// Reads `--group`.
-fn parse_group(text: &str) -> Result<u16, String> {
+pub(super) fn parse_group(text: &str) -> Result<u16, String> {
     let known = || GROUP_SIZES.map(|size| size.to_string()).join(", ");
     let group = text.parse().ok().filter(|group| GROUP_SIZES.contains(group));
     group.ok_or_else(|| format!("it must be one of {}", known()))
@@ -680,7 +642,7 @@ mod tests {
         let Command::Convert(convert) = Args::try_parse_from(typed.split(' ')).unwrap().command else {
             panic!("another command")
         };
-        assert_eq!(convert.experts, Some(Width::Bits4));
+        assert_eq!(convert.experts, Some(crate::checkpoint::convert::Width::Bits4));
     }
 
     #[test]

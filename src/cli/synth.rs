@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::convert::Width;
 use crate::checkpoint::synth::{Precision, Preset, SynthOptions, synth as write_model};
-use crate::checkpoint::write::{Cancel, Progress};
+use crate::checkpoint::write::{Cancel, Counts, Progress};
 use crate::limits::{MAX_EXPERTS, MAX_LAYERS};
 
 use super::{Done, Failure, interrupt, render, size};
@@ -40,7 +40,7 @@ pub struct SynthArgs {
     /// Add the multi-token-prediction layer
     #[arg(long)]
     mtp: bool,
-    /// int4 as convert makes it, or fp8 or bf16 as publishers do: a source for convert
+    /// int4 as convert makes it, or fp8 or bf16 as publishers do, in shards of 5 GB: a source for convert
     #[arg(long, value_name = "FORMAT", default_value_t = Precision::Int4)]
     format: Precision,
     /// With int4, the width of attention, dense and shared layers: 4 or 8 [default: 8]
@@ -73,7 +73,7 @@ pub fn synth(args: &SynthArgs) -> Result<Done, Failure> {
             render::note(args.quiet, &text);
         }
         Progress::Shard { .. } => {}
-        Progress::Bytes { done, of } => bar.show(|| {
+        Progress::Bytes(Counts { done, of, .. }) => bar.show(|| {
             let percent = if of == 0 { 100.0 } else { done as f64 / of as f64 * 100.0 };
             format!("writing: {} of {} ({percent:.0} %)", size::show(done), size::show(of))
         }),

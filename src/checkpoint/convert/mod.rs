@@ -2,19 +2,21 @@
 
 mod options;
 mod plan;
+mod selftest;
+mod source;
 mod weights;
 
 pub use options::{ConvertOptions, Width};
 
-use super::error::{Result, io_error, is_there};
-pub use super::write::{Cancel, Progress, Report as ConvertReport};
-use super::write::{Contents, SmallFile, Writing};
-use super::{Checkpoint, config, refuse_unfinished};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use super::consumed::Record;
+use super::error::{Result, is_there};
+use super::write::{self, Contents, Frees, SmallFile, Weights, Writing};
+pub use super::write::{Cancel, Counts, Progress, Report as ConvertReport};
+use super::{Checkpoint, config, refuse_unfinished, tensors};
+use crate::kernels::Format;
+use source::Source;
 use std::path::Path;
 use weights::Encoder;
-use xxhash_rust::xxh3::Xxh3;
 
 /// Files beside the shards that belong to the model and are copied with it.
 const COPIED: [&str; 11] = [
@@ -33,8 +35,8 @@ const COPIED: [&str; 11] = [
 
 /// Converts the model in `src` into a container in `dst`, which is made if it is not there.
 ///
-/// Continues a conversion of the same source and parameters; refuses a directory that holds anything else. On an error
-/// the finished shards stay, and the same call goes on from them.
+/// Continues a conversion of the same source and parameters, also one that removed shards of the source; refuses a
+/// directory that holds anything else. On an error the finished shards stay, and the same call goes on from them.
 pub fn convert(
     src: &Path,
     dst: &Path,
@@ -43,7 +45,10 @@ pub fn convert(
 ) -> Result<ConvertReport> {
     options.check()?;
     refuse_unfinished(src)?;
-    convert_opened(&Checkpoint::open_with(src, &["config.json"])?, dst, options, progress)
+    let record = Record::read(src)?;
+    let remembered = record.as_ref().map(Record::headers).unwrap_or_default();
+    let source = Checkpoint::open_remembering(src, &["config.json"], &remembered)?;
+    convert_source(&source, record, dst, options, progress)
 }
 
 /// As [`convert`], from a checkpoint that is open already.
@@ -54,14 +59,98 @@ pub fn convert_opened(
     progress: &mut dyn FnMut(Progress),
 ) -> Result<ConvertReport> {
     options.check()?;
+    convert_source(source, None, dst, options, progress)
+}
+
+/// What a check of a finished conversion found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Verified {
+    /// Shards of the container.
+    pub shards: usize,
+    /// Bytes that were read of them.
+    pub bytes: u64,
+    /// Whether they were read around the page cache.
+    pub direct: bool,
+    /// Whether every weight was made again from the source and compared; else the source is gone, in part or whole, and
+    /// there were only checksums to hold the container against.
+    pub from_source: bool,
+    /// What differs: one line for each shard that the drive gives back otherwise than it was written, or that holds
+    /// other weights than the source makes.
+    pub damage: Vec<String>,
+}
+
+/// Reads a finished conversion again, compares it with its checksums, and those with what the source, where it is still
+/// there, is converted to now. Nothing is written.
+pub fn verify(
+    src: &Path,
+    dst: &Path,
+    options: &ConvertOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Verified> {
+    options.check()?;
+    refuse_unfinished(src)?;
+    refuse_unfinished(dst)?;
+    let record = Record::read(src)?;
+    if record.is_none() && (!is_there(src)? || tensors::shard_paths(src)?.is_empty()) {
+        let (shards, run) = write::check_alone(dst, options.cancel.as_ref(), progress)?;
+        return Ok(verified(shards, run, false));
+    }
+    let remembered = record.as_ref().map(Record::headers).unwrap_or_default();
+    let checkpoint = Checkpoint::open_remembering(src, &["config.json"], &remembered)?;
+    let source = Source::new(&checkpoint, record)?;
     let contents = Contents {
-        shards: plan::shards(source, options)?,
-        small_files: small_files(&source.dir)?,
-        identity: source_identity(source)?,
+        shards: plan::shards(&checkpoint, options)?,
+        small_files: small_files(&checkpoint.dir)?,
+        identity: source.identity(),
         parameters: options.parameters(),
+        frees: Frees::default(),
+    };
+    let shards = contents.shards.len();
+    let whole = source.is_whole();
+    if whole && checkpoint.formats().any(|format| format == Format::Fp8Block) {
+        selftest::fp8()?;
+    }
+    let mut encoder = Encoder::new(&checkpoint.tensors, None);
+    let weights: Option<&mut dyn Weights> = if whole { Some(&mut encoder) } else { None };
+    let checked = write::check(dst, contents, weights, options.cancel.as_ref(), progress)?;
+    Ok(verified(shards, checked, whole))
+}
+
+fn verified(shards: usize, checked: write::Checked, from_source: bool) -> Verified {
+    let write::Checked { bytes, direct, damage } = checked;
+    Verified { shards, bytes, direct, from_source, damage }
+}
+
+fn convert_source(
+    checkpoint: &Checkpoint,
+    record: Option<Record>,
+    dst: &Path,
+    options: &ConvertOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<ConvertReport> {
+    if checkpoint.formats().any(|format| format == Format::Fp8Block) {
+        selftest::fp8()?;
+    }
+    let shards = plan::shards(checkpoint, options)?;
+    let source = Source::new(checkpoint, record)?;
+    let needs = source.needs(&shards)?;
+    let consume = if options.delete_source { Some(source.consume(dst, &needs)?) } else { None };
+    let contents = Contents {
+        shards,
+        small_files: small_files(&checkpoint.dir)?,
+        identity: source.identity(),
+        parameters: options.parameters(),
+        frees: consume.as_ref().map(|consume| consume.frees.clone()).unwrap_or_default(),
     };
     let writing = Writing::prepare(dst, contents, options.free_bytes, progress)?;
-    writing.run(&mut Encoder::new(&source.tensors), options.cancel.as_ref(), progress)
+    source.check_whole(&writing, &needs)?;
+    if consume.is_some() {
+        source.remember(dst)?;
+    }
+    let mut encoder = Encoder::new(&checkpoint.tensors, consume);
+    let report = writing.run(&mut encoder, options.cancel.as_ref(), progress)?;
+    let (source_shards_removed, source_bytes_removed) = encoder.removed();
+    Ok(ConvertReport { source_shards_removed, source_bytes_removed, ..report })
 }
 
 fn small_files(dir: &Path) -> Result<Vec<SmallFile>> {
@@ -73,22 +162,4 @@ fn small_files(dir: &Path) -> Result<Vec<SmallFile>> {
         }
     }
     Ok(files)
-}
-
-/// Tells sources apart, also two trainings of one architecture, whose configurations and headers are the same: hashes
-/// some weights of every shard with them.
-fn source_identity(source: &Checkpoint) -> Result<String> {
-    const SAMPLES: u64 = 16;
-    let mut hasher = Xxh3::new();
-    hasher.update(&source.fingerprint().to_le_bytes());
-    let mut sample = [0; 4096];
-    for path in source.tensors.paths() {
-        let file = File::open(path).map_err(io_error("open", path))?;
-        let end = file.metadata().map_err(io_error("read", path))?.len().saturating_sub(sample.len() as u64);
-        for number in 1..=SAMPLES {
-            let read = file.read_at(&mut sample, end / SAMPLES * number).map_err(io_error("read", path))?;
-            hasher.update(&sample[..read]);
-        }
-    }
-    Ok(format!("{:016x}", hasher.digest()))
 }

@@ -63,6 +63,8 @@ pub struct ConvertOptions {
     pub group: Option<u16>,
     /// Keep every weight as the source has it, bit for bit, and change only the layout. The widths are then not used.
     pub repack: bool,
+    /// Remove each shard of the source once all that is made from it is durable and was read back.
+    pub delete_source: bool,
     /// Take the destination to have this many bytes free, instead of asking its file system.
     pub free_bytes: Option<u64>,
     /// Ends the conversion early; what is finished stays.
@@ -80,6 +82,7 @@ impl Default for ConvertOptions {
             indexer: Width::Bits8,
             group: None,
             repack: false,
+            delete_source: false,
             free_bytes: None,
             cancel: None,
         }

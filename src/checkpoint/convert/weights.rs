@@ -1,83 +1,125 @@
-//! Weights of the source in the formats of the container: read, decoded and encoded, a bounded number of rows at a time.
+//! Weights of the source in the formats of the container: read ahead, decoded and encoded, a bounded number of rows at a
+//! time.
 
-use crate::checkpoint::error::{CheckpointError, Result, io_error};
+use super::source::Consume;
+use crate::checkpoint::ahead::ReadAhead;
+use crate::checkpoint::container::MatrixSource;
+use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::tensors::TensorMap;
-use crate::checkpoint::write::layout::Item;
+use crate::checkpoint::write::layout::{Item, ShardPlan};
 use crate::checkpoint::write::{self, Weights};
 use crate::kernels::{EncodeError, FP8_BLOCK, Format, Kernels, MatrixSpec, WeightRef, encode};
-use millstream_io::{FileId, FileSpan};
+use crate::limits::CONVERT_PIECE_BYTES;
+use millstream_io::{FileId, FileSet, FileSpan, IoMode};
 use rayon::prelude::*;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-
-/// Weights decoded at a time: bounds the memory of a conversion, whatever the size of a matrix.
-const CHUNK_WEIGHTS: usize = 4 << 20;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The weights of a checkpoint, and the buffers between reading and writing them.
 pub(crate) struct Encoder<'a> {
     source: &'a TensorMap,
-    open: Option<(u32, File)>,
-    input: Vec<u8>,
-    input_scales: Vec<u8>,
+    /// What the shard that is being made is made from.
+    ahead: Option<ReadAhead>,
+    taken: Arc<AtomicU64>,
+    /// Shards that are removed when nothing needs them any more.
+    consume: Option<Consume>,
     output: Vec<u8>,
     output_scales: Vec<f32>,
 }
 
+/// Rows of a matrix that are read and encoded together.
+struct Rows {
+    first: usize,
+    spec: MatrixSpec,
+    /// Their weights and, where the source has them, their scales.
+    spans: Vec<FileSpan>,
+}
+
 impl Weights for Encoder<'_> {
+    /// Files are open only while a shard is made from them, so that one that is removed then gives its space back.
+    fn begin(&mut self, shard: &ShardPlan) -> Result<()> {
+        let mut pieces = Vec::new();
+        for item in shard.runs.iter().flat_map(|run| &run.items) {
+            pieces.extend(rows_of(&source_of(item, self.source)?).map(|rows| rows.spans));
+        }
+        let mut files: BTreeMap<FileId, FileId> =
+            pieces.iter().flatten().map(|span: &FileSpan| (span.file, FileId(0))).collect();
+        files.values_mut().zip(0..).for_each(|(id, number)| *id = FileId(number));
+        let paths: Vec<PathBuf> = files.keys().map(|&file| self.source.path(file).to_owned()).collect();
+        pieces.iter_mut().flatten().for_each(|span| span.file = files[&span.file]);
+        self.ahead = Some(ReadAhead::begin(FileSet::open(&paths, IoMode::Auto)?, &pieces)?);
+        Ok(())
+    }
+
     fn write(&mut self, item: &Item, put: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<Vec<u8>> {
-        let source = item.shape.source(&item.name, self.source)?;
-        let MatrixSpec { format, rows, cols } = source.spec;
+        let source = source_of(item, self.source)?;
         let mut scales = Vec::with_capacity(4 * item.scale_count() as usize);
-        // FP8 scales cover blocks of rows, so that a chunk begins on a block.
-        let chunk_rows = (CHUNK_WEIGHTS / cols.max(1)).next_multiple_of(FP8_BLOCK);
-        let mut start = 0;
-        while start < rows {
-            let count = chunk_rows.min(rows - start);
-            let spec = MatrixSpec { format, rows: count, cols };
-            let data_at = format.data_bytes(start, cols) as u64;
-            let scales_at = 4 * format.scale_count(start, cols) as u64;
-            let data = slice(source.data, data_at, spec.data_bytes());
-            let buffer = std::mem::take(&mut self.input);
-            self.input = self.read(data, buffer)?;
-            self.input_scales.clear();
-            if let Some(span) = source.scales {
-                let span = slice(span, scales_at, spec.scale_bytes());
-                let buffer = std::mem::take(&mut self.input_scales);
-                self.input_scales = self.read(span, buffer)?;
+        for rows in rows_of(&source) {
+            let Some(ahead) = &mut self.ahead else { unreachable!("a shard is begun before its items are asked for") };
+            let piece = ahead.next(&mut || put(&[]))?;
+            let (data, data_scales) = (piece.bytes(0), piece.bytes(1));
+            self.taken.fetch_add((data.len() + data_scales.len()) as u64, Ordering::Relaxed);
+            if item.target == rows.spec.format {
+                put(data)?;
+                scales.extend_from_slice(data_scales);
+                continue;
             }
-            if item.target == format {
-                put(&self.input)?;
-                scales.extend_from_slice(&self.input_scales);
-            } else {
-                self.encode(item, source.data.file, spec, start)?;
-                put(&self.output)?;
-                scales.extend(self.output_scales.iter().flat_map(|scale| scale.to_le_bytes()));
-            }
-            start += count;
+            let weights = WeightRef::new(rows.spec, data, data_scales);
+            self.encode(item.target, &weights).map_err(|(row, col, value)| CheckpointError::NotFinite {
+                file: self.source.path(source.data.file).to_owned(),
+                tensor: item.name.clone(),
+                row: rows.first + row,
+                col,
+                value,
+            })?;
+            put(&self.output)?;
+            scales.extend(self.output_scales.iter().flat_map(|scale| scale.to_le_bytes()));
         }
         Ok(scales)
+    }
+
+    fn end(&mut self) -> Result<()> {
+        self.ahead.take().map_or(Ok(()), |ahead| ahead.check_unchanged())
+    }
+
+    fn needs_proof(&self, number: usize) -> bool {
+        self.consume.as_ref().is_some_and(|consume| consume.needs_proof(number))
+    }
+
+    fn stored(&mut self, number: usize) -> Result<()> {
+        self.consume.as_mut().map_or(Ok(()), |consume| consume.stored(number))
+    }
+
+    fn taken(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.taken)
     }
 }
 
 impl<'a> Encoder<'a> {
-    pub fn new(source: &'a TensorMap) -> Self {
-        let (input, input_scales, output, output_scales) = Default::default();
-        Encoder { source, open: None, input, input_scales, output, output_scales }
+    pub fn new(source: &'a TensorMap, consume: Option<Consume>) -> Self {
+        let (taken, output, output_scales) = Default::default();
+        Encoder { source, ahead: None, taken, consume, output, output_scales }
     }
 
-    /// Re-encodes the rows of `input` into `output` and `output_scales`.
-    fn encode(&mut self, item: &Item, file: FileId, spec: MatrixSpec, first_row: usize) -> Result<()> {
-        let (target, cols) = (item.target, spec.cols);
-        let weights = WeightRef::new(spec, &self.input, &self.input_scales);
+    /// Shards of the source that were removed, and their bytes.
+    pub fn removed(&self) -> (usize, u64) {
+        self.consume.as_ref().map_or((0, 0), |consume| consume.removed)
+    }
+
+    /// Re-encodes rows into `output` and `output_scales`; the error is row, column and value of what cannot be stored.
+    fn encode(&mut self, target: Format, weights: &WeightRef) -> std::result::Result<(), (usize, usize, f32)> {
+        let (rows, cols) = (weights.rows(), weights.cols());
         let row_bytes = target.row_bytes(cols);
         let row_scales = target.scale_count(1, cols);
         // Every byte is overwritten, but a row without scales still needs a place to stand for it.
-        self.output.resize(spec.rows * row_bytes, 0);
-        self.output_scales.resize(spec.rows * row_scales.max(1), 0.0);
+        self.output.resize(rows * row_bytes, 0);
+        self.output_scales.resize(rows * row_scales.max(1), 0.0);
         let kernels = Kernels::best();
         let scale_chunk = row_scales.max(1);
         let convert = |values: &mut Vec<f32>, (row, (data, scales)): (usize, (&mut [u8], &mut [f32]))| {
-            kernels.decode_row(&weights, row, values);
+            kernels.decode_row(weights, row, values);
             encode_row(target, values, data, scales).err().map(|(col, value)| (row, col, value))
         };
         let (output, output_scales) = (&mut self.output, &mut self.output_scales);
@@ -95,32 +137,32 @@ impl<'a> Encoder<'a> {
         if row_scales == 0 {
             self.output_scales.clear();
         }
-        match encoded {
-            None => Ok(()),
-            Some((row, col, value)) => Err(CheckpointError::NotFinite {
-                file: self.source.path(file).to_owned(),
-                tensor: item.name.clone(),
-                row: first_row + row,
-                col,
-                value,
-            }),
-        }
-    }
-
-    fn read(&mut self, span: FileSpan, mut buffer: Vec<u8>) -> Result<Vec<u8>> {
-        let path = self.source.path(span.file);
-        let file = match &mut self.open {
-            Some((id, file)) if *id == span.file.0 => file,
-            other => &mut other.insert((span.file.0, File::open(path).map_err(io_error("open", path))?)).1,
-        };
-        buffer.resize(span.len as usize, 0);
-        file.read_exact_at(&mut buffer, span.offset).map_err(io_error("read", path))?;
-        Ok(buffer)
+        encoded.map_or(Ok(()), Err)
     }
 }
 
-fn slice(span: FileSpan, at: u64, len: usize) -> FileSpan {
-    FileSpan { file: span.file, offset: span.offset + at, len: len as u64 }
+/// Where the weights of an item lie.
+pub(crate) fn source_of(item: &Item, tensors: &TensorMap) -> Result<MatrixSource> {
+    item.shape.source(&item.name, tensors)
+}
+
+/// The rows of a matrix, in pieces of about [`CONVERT_PIECE_BYTES`].
+fn rows_of(source: &MatrixSource) -> impl Iterator<Item = Rows> {
+    let MatrixSource { spec: MatrixSpec { format, rows, cols }, data, scales } = *source;
+    // FP8 scales cover blocks of rows, so that a piece begins on a block.
+    let block = if format == Format::Fp8Block { FP8_BLOCK } else { 1 };
+    let count = (CONVERT_PIECE_BYTES / format.row_bytes(cols).max(1) / block * block).max(block);
+    (0..rows).step_by(count).map(move |first| {
+        let spec = MatrixSpec { format, rows: count.min(rows - first), cols };
+        let part = |span: FileSpan, at: usize, len: usize| FileSpan {
+            file: span.file,
+            offset: span.offset + at as u64,
+            len: len as u64,
+        };
+        let data = part(data, format.data_bytes(first, cols), spec.data_bytes());
+        let scales = scales.map(|span| part(span, 4 * format.scale_count(first, cols), spec.scale_bytes()));
+        Rows { first, spec, spans: [data].into_iter().chain(scales).collect() }
+    })
 }
 
 /// Encodes one row; the error is the column and value that cannot be stored. F32 takes any value as it is.

@@ -11,7 +11,7 @@ use super::convert::{ConvertOptions, Width};
 use super::error::{CheckpointError, Result, io_error, is_there};
 use super::required::{Required, Role, Shape};
 use super::write::layout::Item;
-use super::write::{Cancel, Contents, Progress, Report, SmallFile, Writing, plan};
+use super::write::{Cancel, Contents, Frees, Progress, Report, SmallFile, Writing, plan};
 use super::{Checkpoint, UNFINISHED_NAME};
 use crate::kernels::Format;
 use serde_json::{Map, Value, json};
@@ -19,6 +19,9 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 use weights::Generator;
+
+/// Bytes of a publisher's shard, about.
+const PUBLISHED_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// A model whose shapes are known: its `config.json`, without an MTP layer and without stop tokens, since drawn weights
 /// would end an answer anywhere.
@@ -191,10 +194,14 @@ pub fn synth(dst: &Path, options: &SynthOptions, progress: &mut dyn FnMut(Progre
         refuse_occupied(dst)?;
     }
     let mut shards = plan::shards(&arch, Checkpoint::required(&arch), &|tensor| Ok(options.item(tensor)))?;
+    if options.precision != Precision::Int4 && !options.hollow_experts {
+        shards = plan::as_published(shards, PUBLISHED_SHARD_BYTES);
+    }
     shards.iter_mut().for_each(|shard| shard.hollow = shard.experts && options.hollow_experts);
     let identity = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(&config));
     let small_files = small_files(config);
-    let contents = Contents { shards, small_files, identity, parameters: options.parameters() };
+    let (parameters, frees) = (options.parameters(), Frees::default());
+    let contents = Contents { shards, small_files, identity, parameters, frees };
     let result = Writing::prepare(dst, contents, options.free_bytes, progress).and_then(|writing| {
         let written = writing.run(&mut Generator::new(options.seed), options.cancel.as_ref(), progress);
         written.inspect_err(|_| writing.discard())

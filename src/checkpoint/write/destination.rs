@@ -11,6 +11,7 @@ use millstream_io::FileId;
 use serde_json::{Map, Value, json};
 use std::fs::{self, File, TryLockError};
 use std::io::{Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 const TEMPORARY_PREFIX: &str = ".millstream-";
@@ -49,16 +50,22 @@ impl Destination {
         Ok(destination)
     }
 
-    /// Which shards of the plan are there already, whole.
-    pub fn finished(&self, shards: &[ShardPlan], layouts: &[ShardLayout]) -> Result<Vec<bool>> {
+    /// The hashes of those shards of the plan that are there already, whole.
+    pub fn finished(&self, shards: &[ShardPlan], layouts: &[ShardLayout]) -> Result<Vec<Option<Vec<u64>>>> {
         let mut finished = Vec::with_capacity(shards.len());
         for (shard, layout) in shards.iter().zip(layouts) {
             let path = self.dir.join(&shard.file_name);
-            finished.push(is_there(&path)? && self.is_finished(&path, layout)?);
+            finished.push(if is_there(&path)? { Some(self.hashes_of(&path, layout)?) } else { None });
         }
         Ok(finished)
     }
 
+    /// Whether what is removed on this device makes room here.
+    pub fn is_on(&self, device: u64) -> Result<bool> {
+        Ok(self.locked.metadata().map_err(io_error("look at", &self.dir))?.dev() == device)
+    }
+
+    /// Refuses to begin where there is no room for `shard_bytes`, the most that the shards take at any time.
     pub fn check_space(&self, shard_bytes: u64, free_bytes: Option<u64>) -> Result<()> {
         let small_bytes: u64 = self.small_files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
         let needed = shard_bytes + small_bytes;
@@ -180,7 +187,7 @@ impl Destination {
     }
 
     /// A shard has its name only when it is whole; its header must be the planned one, whatever its hashes.
-    fn is_finished(&self, path: &Path, layout: &ShardLayout) -> Result<bool> {
+    fn hashes_of(&self, path: &Path, layout: &ShardLayout) -> Result<Vec<u64>> {
         let metadata = header::read(path, FileId(0))?.metadata;
         let hashes: Map<String, Value> =
             metadata.get(HASHES_KEY).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
@@ -195,7 +202,7 @@ impl Destination {
         if found != planned {
             return Err(self.occupied(path.to_owned()));
         }
-        Ok(true)
+        Ok(hashes)
     }
 
     fn index(&self, shards: &[ShardPlan]) -> Result<String> {

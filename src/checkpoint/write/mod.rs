@@ -1,27 +1,31 @@
 //! Writing a container laid out for direct reads, wherever its weights come from.
 //!
 //! The plan, every shard's header and the room needed are settled before the first byte. A shard is written under a
-//! temporary name, made durable and then renamed, so a shard that has its name is whole; writing that was killed goes on
-//! with the first shard that has not. What a shard holds depends on its plan and its weights only, hence continued
+//! temporary name, made durable, read back, and then renamed, so a shard that has its name is whole and as it was meant;
+//! writing that was killed goes on with the first shard that has not. What a shard holds depends on its plan and its weights only, hence continued
 //! writing gives the same bytes as one that was never stopped.
 
+mod check;
 mod destination;
 pub mod layout;
 pub(crate) mod plan;
+mod readback;
 mod shard;
 
 use super::Checkpoint;
 use super::error::{CheckpointError, Result};
 use super::required::Shape;
 use crate::kernels::Format;
+pub(crate) use check::{Checked, check, check_alone};
 use destination::Destination;
 pub(crate) use destination::SmallFile;
 use layout::{Item, ShardLayout, ShardPlan};
+use millstream_io::{SlabPool, write_pool};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
 /// What is reported while a container is written.
@@ -49,13 +53,25 @@ pub enum Progress {
         /// Whether an earlier run had finished it.
         kept: bool,
     },
-    /// A megabyte or more, or the rest of a shard, has been stored.
-    Bytes {
-        /// Bytes stored of all shards so far, kept ones included.
-        done: u64,
-        /// Bytes of all shards that are to be stored.
-        of: u64,
-    },
+    /// A megabyte or more, or the rest of a shard, has been stored or read back.
+    Bytes(Counts),
+}
+
+/// How far the writing is, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Stored of all shards so far, kept ones included.
+    pub done: u64,
+    /// Of all shards, to be stored.
+    pub of: u64,
+    /// Stored by this run.
+    pub written: u64,
+    /// Still to be stored by this run.
+    pub left: u64,
+    /// Read by this run of what the weights are made from.
+    pub taken: u64,
+    /// Read back by this run and found as written.
+    pub checked: u64,
 }
 
 impl fmt::Display for Progress {
@@ -67,7 +83,7 @@ impl fmt::Display for Progress {
             Progress::Shard { name, number, of, kept } => {
                 write!(f, "shard {number} of {of}: {name}{}", if *kept { ", finished before" } else { "" })
             }
-            Progress::Bytes { done, of } => write!(f, "{done} of {of} bytes"),
+            Progress::Bytes(Counts { done, of, .. }) => write!(f, "{done} of {of} bytes"),
         }
     }
 }
@@ -83,6 +99,12 @@ pub struct Report {
     pub bytes_written: u64,
     /// Bytes of all shards.
     pub bytes_total: u64,
+    /// Whether what this run wrote was read back around the page cache; `None` where it wrote nothing that could be.
+    pub read_back_directly: Option<bool>,
+    /// Shards of the source that this run removed.
+    pub source_shards_removed: usize,
+    /// Their bytes.
+    pub source_bytes_removed: u64,
     /// The plan's lines, proved against the headers on disk.
     pub lines: Vec<String>,
 }
@@ -90,12 +112,6 @@ pub struct Report {
 /// Ends the writing from outside: between two writes it looks whether the flag is up.
 #[derive(Clone, Debug)]
 pub struct Cancel(pub Arc<AtomicBool>);
-
-impl Cancel {
-    fn raised(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-}
 
 impl PartialEq for Cancel {
     fn eq(&self, other: &Cancel) -> bool {
@@ -107,9 +123,35 @@ impl Eq for Cancel {}
 
 /// Where the values of weights come from.
 pub(crate) trait Weights {
+    /// The items of this shard are asked for next, in order.
+    fn begin(&mut self, _shard: &ShardPlan) -> Result<()> {
+        Ok(())
+    }
+
     /// Hands the weights of `item`, in its target format, to `put` in pieces of bounded size, and returns their scales,
-    /// little-endian.
+    /// little-endian. A piece of no byte only asks whether to go on.
     fn write(&mut self, item: &Item, put: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<Vec<u8>>;
+
+    /// All items of the shard were asked for.
+    fn end(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether something is lost for good once the shard of this number is stored: then it must be proved, whoever wrote
+    /// it.
+    fn needs_proof(&self, _number: usize) -> bool {
+        false
+    }
+
+    /// The shard of this number is durable, proved, and has its name.
+    fn stored(&mut self, _number: usize) -> Result<()> {
+        Ok(())
+    }
+
+    /// Counts the bytes of the source that were read.
+    fn taken(&self) -> Arc<AtomicU64> {
+        Arc::default()
+    }
 }
 
 /// What a container is to hold.
@@ -120,6 +162,30 @@ pub(crate) struct Contents {
     pub identity: String,
     /// Everything else that decides the bytes.
     pub parameters: String,
+    /// What becomes free while they are written.
+    pub frees: Frees,
+}
+
+/// Space that is given back as shards are stored.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Frees {
+    /// Where.
+    pub device: u64,
+    /// Bytes after each shard; none where nothing is.
+    pub after: Vec<u64>,
+}
+
+impl Frees {
+    /// The most that shards of so many bytes take at any time, given what becomes free before each is begun.
+    fn peak(&self, stored: impl Iterator<Item = u64>) -> u64 {
+        let (mut taken, mut peak) = (0i128, 0);
+        for (number, bytes) in stored.enumerate() {
+            taken += i128::from(bytes);
+            peak = peak.max(taken);
+            taken -= i128::from(self.after.get(number).copied().unwrap_or(0));
+        }
+        u64::try_from(peak).unwrap_or(u64::MAX)
+    }
 }
 
 /// The threads that encode; none where none can be started, and then the caller encodes.
@@ -135,7 +201,8 @@ const PROGRESS_BYTES: u64 = 1 << 20;
 pub(crate) struct Writing {
     shards: Vec<ShardPlan>,
     layouts: Vec<ShardLayout>,
-    kept: Vec<bool>,
+    /// Hashes of the shards that an earlier run had finished.
+    kept: Vec<Option<Vec<u64>>>,
     destination: Destination,
     lines: Vec<String>,
     bytes_total: u64,
@@ -153,7 +220,7 @@ impl Writing {
         free_bytes: Option<u64>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Writing> {
-        let Contents { shards, small_files, identity, parameters } = contents;
+        let Contents { shards, small_files, identity, parameters, frees } = contents;
         let lines = describe(&shards);
         let layouts: Vec<ShardLayout> =
             shards.iter().map(|shard| ShardLayout::new(shard, &identity, &parameters)).collect();
@@ -164,57 +231,76 @@ impl Writing {
 
         let destination = Destination::prepare(dst, &shards, small_files, &identity, &parameters)?;
         let kept = destination.finished(&shards, &layouts)?;
-        let missing = layouts.iter().zip(&kept).filter(|(_, kept)| !**kept);
-        let needed = missing.map(|(layout, _)| layout.stored_bytes()).sum();
-        destination.check_space(needed, free_bytes)?;
+        let missing = layouts.iter().zip(&kept).map(|(layout, kept)| match kept {
+            Some(_) => 0,
+            None => layout.stored_bytes(),
+        });
+        let needed = missing.clone().sum();
+        let frees = if destination.is_on(frees.device)? { frees } else { Frees::default() };
+        destination.check_space(frees.peak(missing), free_bytes)?;
         Ok(Writing { shards, layouts, kept, destination, lines, bytes_total, bytes_stored, needed })
     }
 
-    /// Writes what is missing and reads all of it back. What is finished stays when it fails.
+    /// Shards that this writing has to make, by number and name.
+    pub fn missing(&self) -> impl Iterator<Item = (usize, &str)> {
+        let shards = self.shards.iter().zip(&self.kept).enumerate();
+        shards.filter(|(_, (_, kept))| kept.is_none()).map(|(number, (shard, _))| (number, shard.file_name.as_str()))
+    }
+
+    /// Writes what is missing, each shard read back before it gets its name. What is finished stays when it fails.
     pub fn run(
         &self,
         weights: &mut dyn Weights,
         cancel: Option<&Cancel>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Report> {
-        let Writing { shards, layouts, kept, destination, bytes_stored, .. } = self;
+        let Writing { shards, layouts, kept, destination, .. } = self;
         destination.begin()?;
-        let mut done = 0;
+        let of = self.bytes_stored;
+        let mut run = Run {
+            destination,
+            pool: write_pool()?,
+            cancel: cancel.map(|cancel| Arc::clone(&cancel.0)).unwrap_or_default(),
+            taken: weights.taken(),
+            counts: Counts { of, left: self.needed, ..Counts::default() },
+            reported: 0,
+            progress,
+            direct: None,
+        };
         for (number, (shard, layout)) in shards.iter().zip(layouts).enumerate() {
             let name = shard.file_name.clone();
-            progress(Progress::Shard { name, number: number + 1, of: shards.len(), kept: kept[number] });
-            let end = done + layout.stored_bytes();
-            if !kept[number] {
-                let mut reported = done;
-                let temporary = destination.temporary(&shard.file_name);
-                let written = shard::write(shard, layout, weights, &temporary, &mut |bytes| {
-                    done += bytes;
-                    if done - reported >= PROGRESS_BYTES {
-                        reported = done;
-                        progress(Progress::Bytes { done, of: *bytes_stored });
+            let is_kept = kept[number].is_some();
+            (run.progress)(Progress::Shard { name, number: number + 1, of: shards.len(), kept: is_kept });
+            match &kept[number] {
+                Some(hashes) => {
+                    run.counts.done += layout.stored_bytes();
+                    if weights.needs_proof(number) {
+                        run.read_back(&destination.dir().join(&shard.file_name), layout, hashes)?;
                     }
-                    match cancel {
-                        Some(cancel) if cancel.raised() => Err(destination.interrupted()),
-                        _ => Ok(()),
-                    }
-                });
-                if written.is_err() {
-                    // Half a shard is of no use; the next run removes it if this fails.
-                    let _ = std::fs::remove_file(&temporary);
                 }
-                written?;
-                destination.publish(&temporary, &shard.file_name)?;
+                None => run.shard(shard, layout, weights)?,
             }
-            done = end;
-            progress(Progress::Bytes { done, of: *bytes_stored });
+            weights.stored(number)?;
+            run.report();
         }
+        let read_back_directly = run.direct;
         destination.add_small_files(shards)?;
         verify(destination.dir(), shards)?;
         destination.end()?;
-        let shards_kept = kept.iter().filter(|kept| **kept).count();
+        let shards_kept = kept.iter().flatten().count();
         let shards_written = shards.len() - shards_kept;
         let Writing { needed: bytes_written, bytes_total, .. } = *self;
-        Ok(Report { shards_written, shards_kept, bytes_written, bytes_total, lines: self.lines.clone() })
+        let lines = self.lines.clone();
+        Ok(Report {
+            shards_written,
+            shards_kept,
+            bytes_written,
+            bytes_total,
+            read_back_directly,
+            source_shards_removed: 0,
+            source_bytes_removed: 0,
+            lines,
+        })
     }
 
     /// Removes all that is written.
@@ -223,15 +309,103 @@ impl Writing {
     }
 }
 
+/// The writing as it goes on.
+struct Run<'a> {
+    destination: &'a Destination,
+    pool: SlabPool,
+    cancel: Arc<AtomicBool>,
+    taken: Arc<AtomicU64>,
+    counts: Counts,
+    /// Bytes written and checked when progress was last reported.
+    reported: u64,
+    progress: &'a mut dyn FnMut(Progress),
+    /// Whether all that was read back came around the page cache.
+    direct: Option<bool>,
+}
+
+impl Run<'_> {
+    /// Writes one shard, proves it and gives it its name. Half a shard is of no use and is removed.
+    fn shard(&mut self, shard: &ShardPlan, layout: &ShardLayout, weights: &mut dyn Weights) -> Result<()> {
+        let temporary = self.destination.temporary(&shard.file_name);
+        let proved = self.prove(shard, layout, weights, &temporary);
+        if proved.is_err() {
+            // The next run removes it if this fails.
+            let _ = std::fs::remove_file(&temporary);
+        }
+        proved?;
+        self.destination.publish(&temporary, &shard.file_name)
+    }
+
+    fn prove(
+        &mut self,
+        shard: &ShardPlan,
+        layout: &ShardLayout,
+        weights: &mut dyn Weights,
+        temporary: &Path,
+    ) -> Result<()> {
+        let end = self.counts.done + layout.stored_bytes();
+        let pool = self.pool.clone();
+        let hashes = shard::write(shard, layout, weights, temporary, &pool, &mut |bytes| {
+            self.add(bytes);
+            self.go_on()
+        })?;
+        // A hole has nothing to add.
+        self.add(end - self.counts.done);
+        self.report();
+        self.read_back(temporary, layout, &hashes)
+    }
+
+    /// Reads a shard as the drive gives it; a hole has nothing to be read.
+    fn read_back(&mut self, path: &Path, layout: &ShardLayout, hashes: &[u64]) -> Result<()> {
+        if layout.hollow {
+            return Ok(());
+        }
+        let cancel = Arc::clone(&self.cancel);
+        let read_back = readback::compare(path, layout, hashes, &cancel, &mut |bytes| {
+            self.counts.checked += bytes;
+            self.report_now_and_then();
+        })?;
+        let Some(direct) = read_back else { return Err(self.destination.interrupted()) };
+        self.direct = Some(direct && self.direct.unwrap_or(true));
+        Ok(())
+    }
+
+    fn add(&mut self, bytes: u64) {
+        self.counts.done += bytes;
+        self.counts.written += bytes;
+        self.counts.left = self.counts.left.saturating_sub(bytes);
+        self.report_now_and_then();
+    }
+
+    fn report_now_and_then(&mut self) {
+        if self.counts.written + self.counts.checked - self.reported >= PROGRESS_BYTES {
+            self.report();
+        }
+    }
+
+    fn report(&mut self) {
+        self.counts.taken = self.taken.load(Ordering::Relaxed);
+        self.reported = self.counts.written + self.counts.checked;
+        (self.progress)(Progress::Bytes(self.counts));
+    }
+
+    fn go_on(&self) -> Result<()> {
+        match self.cancel.load(Ordering::Relaxed) {
+            true => Err(self.destination.interrupted()),
+            false => Ok(()),
+        }
+    }
+}
+
 /// Lines that say what will be written: for each kind of weight its format, count and bytes.
 fn describe(shards: &[ShardPlan]) -> Vec<String> {
     let mut tally: BTreeMap<(&str, Format), (usize, u64)> = BTreeMap::new();
     for shard in shards {
         for item in shard.runs.iter().flat_map(|run| &run.items) {
-            let kind = match (shard.experts, item.target) {
-                (true, _) if shard.file_name.starts_with(layout::MTP_STEM) => "MTP experts",
-                (true, _) => "routed experts",
-                (false, _) => "dense weights",
+            let kind = match item.name.contains(".mlp.experts.") {
+                true if shard.file_name.starts_with(layout::MTP_STEM) => "MTP experts",
+                true => "routed experts",
+                false => "dense weights",
             };
             let (count, bytes) = tally.entry((kind, item.target)).or_default();
             *count += 1;

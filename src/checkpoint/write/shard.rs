@@ -3,40 +3,62 @@
 use super::Weights;
 use super::layout::{Part, ShardLayout, ShardPlan};
 use crate::checkpoint::error::{Result, io_error};
+use millstream_io::{FileWriter, SlabPool};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
 
-const WRITE_BUFFER_BYTES: usize = 1 << 20;
 const ZEROS: [u8; 4096] = [0; 4096];
 
-/// Writes the shard to `temporary`, whole and durable. `written` is told the bytes as they are added and may end it.
+/// Writes the shard to `temporary`, whole and durable, and returns the hashes of its runs. `written` is told the bytes as
+/// they are added, also when they are none, and may end it.
 pub(crate) fn write(
     plan: &ShardPlan,
     layout: &ShardLayout,
     weights: &mut dyn Weights,
     temporary: &Path,
+    pool: &SlabPool,
     written: &mut dyn FnMut(u64) -> Result<()>,
-) -> Result<()> {
-    let file = File::create(temporary).map_err(io_error("create", temporary))?;
-    let hashes = match layout.hollow {
-        true => hollow(layout, &file, temporary)?,
-        false => filled(plan, layout, weights, &file, temporary, written)?,
+) -> Result<Vec<u64>> {
+    if layout.hollow {
+        return hollow(layout, temporary);
+    }
+    let mut file = FileWriter::create(temporary, pool).map_err(io_error("create", temporary))?;
+    let mut put = |bytes: &[u8]| {
+        file.write(bytes).map_err(io_error("write", temporary))?;
+        written(bytes.len() as u64)
     };
-    file.write_all_at(&layout.header(&hashes), 0).map_err(io_error("write", temporary))?;
-    file.sync_all().map_err(io_error("sync", temporary))
+    // It holds the room until the hashes are known.
+    put(&layout.header(&vec![0; layout.runs.len()]))?;
+    let hashes = runs(plan, layout, weights, &mut put)?;
+    file.finish(&layout.header(&hashes)).map_err(io_error("write", temporary))?;
+    Ok(hashes)
+}
+
+/// The hashes that the runs of the shard have when `weights` are as they should be; nothing is written.
+pub(crate) fn hashes(
+    plan: &ShardPlan,
+    layout: &ShardLayout,
+    weights: &mut dyn Weights,
+    made: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<Vec<u64>> {
+    made(layout.data_start)?;
+    runs(plan, layout, weights, &mut |bytes| made(bytes.len() as u64))
 }
 
 /// Makes the file as long as it is to be and returns the hashes of runs of zeros. Only their lengths matter, and few
 /// lengths differ.
-fn hollow(layout: &ShardLayout, file: &File, path: &Path) -> Result<Vec<u64>> {
+fn hollow(layout: &ShardLayout, path: &Path) -> Result<Vec<u64>> {
+    let file = File::create(path).map_err(io_error("create", path))?;
     file.set_len(layout.file_bytes).map_err(io_error("write", path))?;
     let mut known: BTreeMap<u64, u64> = BTreeMap::new();
-    let hashes = layout.runs.iter().map(|run| *known.entry(run.bytes).or_insert_with(|| hash_of_zeros(run.bytes)));
-    Ok(hashes.collect())
+    let hashes: Vec<u64> =
+        layout.runs.iter().map(|run| *known.entry(run.bytes).or_insert_with(|| hash_of_zeros(run.bytes))).collect();
+    file.write_all_at(&layout.header(&hashes), 0).map_err(io_error("write", path))?;
+    file.sync_all().map_err(io_error("sync", path))?;
+    Ok(hashes)
 }
 
 fn hash_of_zeros(bytes: u64) -> u64 {
@@ -46,19 +68,16 @@ fn hash_of_zeros(bytes: u64) -> u64 {
     hash.digest()
 }
 
-/// Writes every byte behind the header and returns the hashes of the runs.
-fn filled(
+/// Puts every byte behind the header and returns the hashes of the runs.
+fn runs(
     plan: &ShardPlan,
     layout: &ShardLayout,
     weights: &mut dyn Weights,
-    file: &File,
-    path: &Path,
-    written: &mut dyn FnMut(u64) -> Result<()>,
+    put: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<Vec<u64>> {
-    let buffer = BufWriter::with_capacity(WRITE_BUFFER_BYTES, file);
-    let mut writer = Writer { buffer, path, at: 0, hash: Xxh3::new(), written };
-    writer.put(&layout.header(&vec![0; layout.runs.len()]))?;
+    let mut writer = Writer { put, at: layout.data_start, hash: Xxh3::new() };
     let mut hashes = Vec::with_capacity(layout.runs.len());
+    weights.begin(plan)?;
     for (run, placed) in plan.runs.iter().zip(&layout.runs) {
         writer.zeros(placed.offset - writer.at)?;
         writer.hash.reset();
@@ -74,25 +93,23 @@ fn filled(
         }
         hashes.push(writer.hash.digest());
     }
+    weights.end()?;
     writer.zeros(layout.file_bytes - writer.at)?;
-    writer.buffer.flush().map_err(io_error("write", path))?;
     Ok(hashes)
 }
 
 struct Writer<'a> {
-    buffer: BufWriter<&'a File>,
-    path: &'a Path,
+    put: &'a mut dyn FnMut(&[u8]) -> Result<()>,
     at: u64,
     hash: Xxh3,
-    written: &'a mut dyn FnMut(u64) -> Result<()>,
 }
 
 impl Writer<'_> {
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.buffer.write_all(bytes).map_err(io_error("write", self.path))?;
+        (self.put)(bytes)?;
         self.hash.update(bytes);
         self.at += bytes.len() as u64;
-        (self.written)(bytes.len() as u64)
+        Ok(())
     }
 
     fn zeros(&mut self, mut bytes: u64) -> Result<()> {

@@ -1,0 +1,185 @@
+//! A source whose shards are removed as they are converted, and what is remembered of them.
+//!
+//! Without its headers nobody could say any more what a source was, nor go on converting the rest of it. Before the first
+//! shard is removed a record of all of them is made durable beside them: name, length, header, and a hash of samples of
+//! the weights. From then on a shard that is missing is one that was removed, not one that was never there.
+
+use super::error::{CheckpointError, Result, io_error, is_there};
+use super::tensors::Headers;
+use crate::limits::{MAX_HEADER_BYTES, MAX_RECORD_BYTES};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Name of the record.
+pub(crate) const RECORD_NAME: &str = ".millstream-consumed.json";
+const TEMPORARY_NAME: &str = ".millstream-consumed.json.tmp";
+const VERSION: u32 = 1;
+
+/// What is remembered of a source.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Record {
+    version: u32,
+    /// The directory its shards are converted into.
+    pub into: PathBuf,
+    pub shards: Vec<Remembered>,
+}
+
+/// A shard of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Remembered {
+    pub name: String,
+    pub bytes: u64,
+    /// Hash of samples of its weights.
+    pub sample: u64,
+    /// As it is in the file.
+    pub header: String,
+}
+
+impl Record {
+    /// Remembers shards, each with the hash of its samples, before they are converted into `into`.
+    pub fn of(shards: &[(PathBuf, u64)], into: &Path) -> Result<Record> {
+        let into = fs::canonicalize(into).map_err(io_error("look at", into))?;
+        let shards = shards.iter().map(|(path, sample)| remember(path, *sample)).collect::<Result<_>>()?;
+        Ok(Record { version: VERSION, into, shards })
+    }
+
+    /// The record of the source in `dir`; `None` where none of its shards was ever to be removed.
+    pub fn read(dir: &Path) -> Result<Option<Record>> {
+        let path = dir.join(RECORD_NAME);
+        if !is_there(&path)? {
+            return Ok(None);
+        }
+        let fault = |expected: &str, found: String| CheckpointError::Config {
+            file: path.display().to_string(),
+            field: "JSON".to_owned(),
+            expected: expected.to_owned(),
+            found,
+        };
+        let mut bytes = Vec::new();
+        let file = File::open(&path).map_err(io_error("open", &path))?;
+        file.take(MAX_RECORD_BYTES + 1).read_to_end(&mut bytes).map_err(io_error("read", &path))?;
+        if bytes.len() as u64 > MAX_RECORD_BYTES {
+            return Err(fault("a record of shards", format!("more than {MAX_RECORD_BYTES} bytes")));
+        }
+        let record: Record =
+            serde_json::from_slice(&bytes).map_err(|error| fault("a record of shards", error.to_string()))?;
+        // A name that leads elsewhere would have something else taken for a shard.
+        let odd = record.shards.iter().find(|shard| Path::new(&shard.name).file_name() != Some(shard.name.as_ref()));
+        match odd {
+            _ if record.version != VERSION => Err(fault("version 1", record.version.to_string())),
+            Some(odd) => Err(fault("names of files", odd.name.escape_debug().to_string())),
+            None => Ok(Some(record)),
+        }
+    }
+
+    /// Makes the record durable in `dir`.
+    pub fn write(&self, dir: &Path) -> Result<()> {
+        let refused = |source| CheckpointError::SourceKept { dir: dir.to_owned(), source };
+        let temporary = dir.join(TEMPORARY_NAME);
+        let mut file = File::create(&temporary).map_err(refused)?;
+        let text = serde_json::to_vec(self).unwrap_or_else(|error| unreachable!("a record is plain data: {error}"));
+        file.write_all(&text).and_then(|()| file.sync_all()).map_err(refused)?;
+        fs::rename(&temporary, dir.join(RECORD_NAME)).map_err(refused)?;
+        sync(dir)
+    }
+
+    /// Headers by name, for opening the source as it was.
+    pub fn headers(&self) -> Headers {
+        self.shards.iter().map(|shard| (shard.name.clone(), (shard.bytes, shard.header.clone()))).collect()
+    }
+
+    /// What is remembered of the shard at `path`.
+    pub fn find(&self, path: &Path) -> Option<&Remembered> {
+        self.shards.iter().find(|shard| path.file_name() == Some(shard.name.as_ref()))
+    }
+
+    /// Shards of the source in `dir` that are gone.
+    pub fn gone(&self, dir: &Path) -> Result<Vec<String>> {
+        let mut gone = Vec::new();
+        for shard in &self.shards {
+            if !is_there(&dir.join(&shard.name))? {
+                gone.push(shard.name.clone());
+            }
+        }
+        Ok(gone)
+    }
+}
+
+/// A source that was consumed, in part or whole, is no model any more.
+pub(crate) fn refuse_consumed(dir: &Path) -> Result<()> {
+    let Some(record) = Record::read(dir)? else { return Ok(()) };
+    match record.gone(dir)?.len() {
+        0 => Ok(()),
+        gone => Err(CheckpointError::Consumed { dir: dir.to_owned(), into: record.into, gone }),
+    }
+}
+
+/// Removes shards of the source in `dir`, and makes that durable.
+pub(crate) fn remove(dir: &Path, shards: &[PathBuf]) -> Result<()> {
+    for path in shards {
+        fs::remove_file(path).map_err(io_error("remove", path))?;
+    }
+    if shards.is_empty() { Ok(()) } else { sync(dir) }
+}
+
+fn sync(dir: &Path) -> Result<()> {
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("sync", dir))
+}
+
+fn remember(path: &Path, sample: u64) -> Result<Remembered> {
+    let file = File::open(path).map_err(io_error("open", path))?;
+    let mut prefix = [0; 8];
+    file.read_exact_at(&mut prefix, 0).map_err(io_error("read", path))?;
+    let mut header = vec![0; u64::from_le_bytes(prefix).min(MAX_HEADER_BYTES) as usize];
+    file.read_exact_at(&mut header, 8).map_err(io_error("read", path))?;
+    let header = String::from_utf8(header).map_err(|error| CheckpointError::Header {
+        file: path.to_owned(),
+        tensor: None,
+        what: "header",
+        expected: "UTF-8".to_owned(),
+        found: error.to_string(),
+    })?;
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
+    let bytes = file.metadata().map_err(io_error("read", path))?.len();
+    Ok(Remembered { name, bytes, sample, header })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(name: &str) -> Record {
+        let shard = Remembered { name: name.to_owned(), bytes: 10, sample: u64::MAX, header: "{\"a\":1}".to_owned() };
+        Record { version: VERSION, into: "/models/out".into(), shards: vec![shard] }
+    }
+
+    #[test]
+    fn a_record_is_read_as_it_was_written_and_tells_what_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(Record::read(dir.path()).unwrap().is_none());
+        let written = record("a.safetensors");
+        written.write(dir.path()).unwrap();
+        assert_eq!(Record::read(dir.path()).unwrap(), Some(written.clone()));
+        assert_eq!(written.gone(dir.path()).unwrap(), ["a.safetensors"]);
+        assert!(matches!(refuse_consumed(dir.path()), Err(CheckpointError::Consumed { gone: 1, .. })));
+        fs::write(dir.path().join("a.safetensors"), "").unwrap();
+        refuse_consumed(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_one_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["../a.safetensors", "/etc/passwd", "", ".."] {
+            record(name).write(dir.path()).unwrap();
+            let error = Record::read(dir.path()).unwrap_err().to_string();
+            assert!(error.contains("names of files"), "{error}");
+        }
+        for text in ["", "{", "[]", "{\"version\":1}", "{\"version\":2,\"into\":\"/\",\"shards\":[]}"] {
+            fs::write(dir.path().join(RECORD_NAME), text).unwrap();
+            assert!(Record::read(dir.path()).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! What a conversion reads: which model it is, which shards each part of the container needs, and when they may go.
+
+use super::weights::source_of;
+use crate::checkpoint::Checkpoint;
+use crate::checkpoint::consumed::{self, Record};
+use crate::checkpoint::error::{CheckpointError, Result, io_error, is_there};
+use crate::checkpoint::write::layout::ShardPlan;
+use crate::checkpoint::write::{Frees, Writing};
+use millstream_io::FileId;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::Xxh3;
+
+/// A source, and what an earlier conversion left of it.
+pub(crate) struct Source<'a> {
+    checkpoint: &'a Checkpoint,
+    record: Option<Record>,
+    /// Hash of samples of each shard.
+    samples: Vec<u64>,
+    /// Shards that are gone.
+    gone: BTreeSet<FileId>,
+}
+
+impl<'a> Source<'a> {
+    /// Looks at every shard, or at what the record says of it.
+    pub fn new(checkpoint: &'a Checkpoint, record: Option<Record>) -> Result<Source<'a>> {
+        let mut source = Source { checkpoint, record, samples: Vec::new(), gone: BTreeSet::new() };
+        for (path, file) in checkpoint.tensors.paths().iter().zip((0..).map(FileId)) {
+            let remembered = source.record.as_ref().and_then(|record| record.find(path));
+            let sample = match remembered {
+                Some(remembered) if !is_there(path)? => {
+                    source.gone.insert(file);
+                    remembered.sample
+                }
+                _ => sample(path)?,
+            };
+            source.samples.push(sample);
+        }
+        Ok(source)
+    }
+
+    /// Tells sources apart, also two trainings of one architecture, whose configurations and headers are the same: a
+    /// hash of those, and of some weights of every shard. It stays the same while shards are removed.
+    pub fn identity(&self) -> String {
+        let mut hasher = Xxh3::new();
+        hasher.update(&self.checkpoint.fingerprint().to_le_bytes());
+        self.samples.iter().for_each(|sample| hasher.update(&sample.to_le_bytes()));
+        format!("{:016x}", hasher.digest())
+    }
+
+    /// For each shard of the container the shards of the source that it is made from.
+    pub fn needs(&self, shards: &[ShardPlan]) -> Result<Vec<BTreeSet<FileId>>> {
+        let needs_of = |shard: &ShardPlan| -> Result<BTreeSet<FileId>> {
+            let mut files = BTreeSet::new();
+            for item in shard.runs.iter().flat_map(|run| &run.items) {
+                let source = source_of(item, &self.checkpoint.tensors)?;
+                files.extend([Some(source.data), source.scales].into_iter().flatten().map(|span| span.file));
+            }
+            Ok(files)
+        };
+        shards.iter().map(needs_of).collect()
+    }
+
+    /// Refuses to write what needs a shard that is gone.
+    pub fn check_whole(&self, writing: &Writing, needs: &[BTreeSet<FileId>]) -> Result<()> {
+        let Some(record) = &self.record else { return Ok(()) };
+        for (number, shard) in writing.missing() {
+            let gone: Vec<String> = needs[number].intersection(&self.gone).map(|&file| self.name(file)).collect();
+            if !gone.is_empty() {
+                let (dir, into) = (self.checkpoint.dir.clone(), record.into.clone());
+                return Err(CheckpointError::SourceGone { dir, shard: shard.to_owned(), gone, into });
+            }
+        }
+        Ok(())
+    }
+
+    /// Which shards may go, and when. Refuses a source whose shards cannot be removed, or where that frees nothing.
+    pub fn consume(&self, dst: &Path, needs: &[BTreeSet<FileId>]) -> Result<Consume> {
+        let dir = &self.checkpoint.dir;
+        let refuse = |expected: &str, found: String| {
+            Err(CheckpointError::ConvertOptions {
+                what: "--delete-source".to_owned(),
+                expected: expected.to_owned(),
+                found,
+            })
+        };
+        let here = fs::metadata(dir).map_err(io_error("look at", dir))?;
+        if let Ok(there) = fs::metadata(dst)
+            && (there.dev(), there.ino()) == (here.dev(), here.ino())
+        {
+            return refuse("a destination that is not the source", format!("{} for both", dst.display()));
+        }
+        let mut last: BTreeMap<FileId, usize> = BTreeMap::new();
+        for (number, files) in needs.iter().enumerate() {
+            last.extend(files.iter().filter(|&file| !self.gone.contains(file)).map(|&file| (file, number)));
+        }
+        let mut consume = Consume {
+            dir: dir.clone(),
+            after: vec![Vec::new(); needs.len()],
+            frees: Frees { device: here.dev(), after: vec![0; needs.len()] },
+            needs_proof: needs.iter().map(|files| files.iter().any(|file| last.contains_key(file))).collect(),
+            removed: (0, 0),
+        };
+        for (file, number) in last {
+            let path = self.checkpoint.tensors.path(file);
+            let found = fs::symlink_metadata(path).map_err(io_error("look at", path))?;
+            if found.is_symlink() || found.nlink() > 1 {
+                let place = path.display();
+                return refuse(
+                    "shards with one name, so that removing it frees their space",
+                    format!("{place} with more"),
+                );
+            }
+            // A file with holes takes less than its length.
+            consume.frees.after[number] += found.len().min(found.blocks() * 512);
+            consume.after[number].push((path.to_owned(), found.len()));
+        }
+        Ok(consume)
+    }
+
+    /// Makes sure that what may be removed is remembered.
+    pub fn remember(&self, dst: &Path) -> Result<()> {
+        // The record that is there tells of shards that nobody can look at any more.
+        if !self.gone.is_empty() {
+            return Ok(());
+        }
+        let paths = self.checkpoint.tensors.paths();
+        let shards: Vec<(PathBuf, u64)> = paths.iter().cloned().zip(self.samples.iter().copied()).collect();
+        Record::of(&shards, dst)?.write(&self.checkpoint.dir)
+    }
+
+    /// Whether every shard is there.
+    pub fn is_whole(&self) -> bool {
+        self.gone.is_empty()
+    }
+
+    fn name(&self, file: FileId) -> String {
+        let path = self.checkpoint.tensors.path(file);
+        path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+    }
+}
+
+/// Shards of a source on their way out.
+pub(crate) struct Consume {
+    dir: PathBuf,
+    /// After each shard of the container, those that nothing needs any more, with their lengths.
+    after: Vec<Vec<(PathBuf, u64)>>,
+    /// The space that gives.
+    pub frees: Frees,
+    needs_proof: Vec<bool>,
+    /// Shards removed, and their bytes.
+    pub removed: (usize, u64),
+}
+
+impl Consume {
+    /// Whether a shard of the container is made from one that will be removed.
+    pub fn needs_proof(&self, number: usize) -> bool {
+        self.needs_proof[number]
+    }
+
+    /// All shards of the container up to this one are stored.
+    pub fn stored(&mut self, number: usize) -> Result<()> {
+        let (paths, bytes): (Vec<PathBuf>, Vec<u64>) = self.after[number].drain(..).unzip();
+        consumed::remove(&self.dir, &paths)?;
+        self.removed.0 += paths.len();
+        self.removed.1 += bytes.iter().sum::<u64>();
+        Ok(())
+    }
+}
+
+/// Hash of some weights of a shard.
+fn sample(path: &Path) -> Result<u64> {
+    const SAMPLES: u64 = 16;
+    let mut hasher = Xxh3::new();
+    let mut sample = [0; 4096];
+    let file = File::open(path).map_err(io_error("open", path))?;
+    let end = file.metadata().map_err(io_error("read", path))?.len().saturating_sub(sample.len() as u64);
+    for number in 1..=SAMPLES {
+        let read = file.read_at(&mut sample, end / SAMPLES * number).map_err(io_error("read", path))?;
+        hasher.update(&sample[..read]);
+    }
+    Ok(hasher.digest())
+}

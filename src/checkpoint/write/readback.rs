@@ -1,0 +1,73 @@
+//! What was written, as the drive gives it back.
+//!
+//! That a write succeeded says that the kernel took the bytes. A shard is therefore read once more before it gets its
+//! name, around the page cache where the file system reads directly: then the bytes come from the drive, or its own
+//! cache, and not from the memory they were written from.
+
+use super::layout::ShardLayout;
+use crate::checkpoint::error::{CheckpointError, Result};
+use crate::checkpoint::verify::{self, HashedRun};
+use crate::limits::{CHECK_WORKERS_MAX, READ_BACK_SLABS};
+use millstream_io::{Access, DeviceConfig, FileId, FileSet, FileSpan, IoMode, leave, open_device};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Reads the runs of the shard at `path` and compares them with `hashes`. Returns whether the reads went around the page
+/// cache; `None` when `cancel` ended it. `checked` is told bytes as they are read.
+pub(crate) fn compare(
+    path: &Path,
+    layout: &ShardLayout,
+    hashes: &[u64],
+    cancel: &AtomicBool,
+    checked: &mut dyn FnMut(u64),
+) -> Result<Option<bool>> {
+    compare_runs(path, runs(layout, hashes), cancel, checked)
+}
+
+/// The runs of a shard, as file 0 of a set of one.
+pub(crate) fn runs(layout: &ShardLayout, hashes: &[u64]) -> Vec<HashedRun> {
+    let placed = layout.runs.iter().zip(layout.run_names()).zip(hashes);
+    placed
+        .map(|((run, name), &hash)| HashedRun {
+            name: name.clone(),
+            layer: None,
+            expert: None,
+            span: FileSpan { file: FileId(0), offset: run.offset, len: run.bytes },
+            hash,
+        })
+        .collect()
+}
+
+/// As [`compare`], for runs of the file at `path`, whatever file they say.
+pub(crate) fn compare_runs(
+    path: &Path,
+    mut runs: Vec<HashedRun>,
+    cancel: &AtomicBool,
+    checked: &mut dyn FnMut(u64),
+) -> Result<Option<bool>> {
+    runs.iter_mut().for_each(|run| run.span.file = FileId(0));
+    if runs.is_empty() {
+        return Ok(Some(true));
+    }
+    let files = Arc::new(FileSet::open(&[PathBuf::from(path)], IoMode::Auto)?);
+    let pool = verify::pool_for(&runs, &files, READ_BACK_SLABS)?;
+    let mut device = open_device(&DeviceConfig::default(), Arc::clone(&files), &pool)?;
+    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(CHECK_WORKERS_MAX);
+    let mut seen = 0;
+    let outcome = verify::check(&runs, &files, &pool, &mut *device, workers, cancel, &mut |now| {
+        checked(now.bytes - seen);
+        seen = now.bytes;
+    });
+    leave(device);
+    let report = outcome?;
+    if let Some(first) = report.damage.first() {
+        let damage = match report.damage.len() - 1 {
+            0 => first.to_string(),
+            more => format!("{first}; and {more} more"),
+        };
+        return Err(CheckpointError::ReadBack { file: path.to_owned(), damage });
+    }
+    let direct = matches!(files.access(FileId(0)), Access::Direct { .. });
+    Ok((!report.interrupted).then_some(direct))
+}
