@@ -3,6 +3,9 @@
 //! Nothing here touches a mapped byte itself. A file that shrinks under its mapping turns a touch into `SIGBUS`; asked
 //! for the same bytes, `MADV_POPULATE_READ` and `process_vm_readv` answer `EFAULT`, even where the file shrinks
 //! between the two. Which byte is the last is asked of the file before each copy and after it.
+//!
+//! What has been copied is unmapped again: as long as pages of a mapping are mapped they count as memory of the process,
+//! and after a while all of the file would. The kernel keeps them in its cache as it finds best, as for any other read.
 #![allow(unsafe_code)]
 
 use std::ptr::NonNull;
@@ -14,7 +17,7 @@ use crate::device::threads::{Calls, limits, start};
 use crate::device::{Device, DeviceConfig, DeviceReport};
 use crate::error::{Errno, IoError};
 use crate::file::{FileId, FileSet};
-use crate::limits::PAGE_BYTES;
+use crate::limits::{HUGE_PAGE_BYTES, PAGE_BYTES};
 use crate::pool::SlabPool;
 use crate::sector::align_down;
 
@@ -92,10 +95,19 @@ impl Map {
         let start = align_down(offset as u64, PAGE_BYTES as u64) as usize;
         let end = (offset + len).min(self.bytes);
         let address = self.at(start).as_ptr().cast();
-        // SAFETY: the range lies in this mapping, whose last page is whole; the advices used bring pages in and
-        // discard nothing.
+        // SAFETY: the range lies in this mapping, whose last page is whole; the advices used bring pages in, or unmap pages of
+        // a file that is only read: whoever asks for one again, as a neighbour of the range may, has it mapped anew.
         let rc = unsafe { libc::madvise(address, end - start, advice) };
         if rc == 0 { Ok(()) } else { Err(Errno::last()) }
+    }
+
+    /// Unmaps the pages that hold `len` bytes at `offset`, and those beside them that a fault maps with one it is asked for:
+    /// of the same huge page, at most.
+    fn unmap(&self, offset: usize, len: usize) {
+        let start = align_down(offset as u64, HUGE_PAGE_BYTES as u64) as usize;
+        let end = (offset + len).next_multiple_of(HUGE_PAGE_BYTES);
+        // Where it fails memory is larger than it should be, and the bytes are right.
+        let _ = self.advise(start, end - start, libc::MADV_DONTNEED);
     }
 }
 
@@ -135,6 +147,7 @@ impl Copies {
             .advise(offset, there, libc::MADV_WILLNEED)
             .and_then(|()| map.advise(offset, there, libc::MADV_POPULATE_READ))
             .and_then(|()| copy(self.process, issue.address, map.at(offset), there));
+        map.unmap(offset, there);
         // A file that shrank meanwhile has fewer bytes, and the last page it keeps has zeros where they were.
         let still = self.there(issue)?;
         match came {
