@@ -141,3 +141,126 @@ impl Line {
         self.current = [None; 2];
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{Segment, Segments};
+    use proptest::prelude::*;
+
+    /// A read that is not wholly handed out.
+    #[derive(Clone, Copy, Debug)]
+    struct Known {
+        slot: u32,
+        priority: Priority,
+        place: (FileId, u64),
+        submitted_ns: u64,
+        /// Being handed out.
+        current: bool,
+    }
+
+    impl Known {
+        fn read(&self) -> Read {
+            let (file, offset) = self.place;
+            let segment = Segment { file, offset, len: 4096, at: 0, want: 4096 };
+            let segments = Segments::from_slice(&[segment]).unwrap();
+            Read { tag: self.slot.into(), priority: self.priority, segments }
+        }
+
+        fn waits(&self, priority: Priority) -> bool {
+            self.priority == priority && !self.current
+        }
+    }
+
+    /// The rules as they are said, over reads in the order in which they came.
+    #[derive(Default)]
+    struct Plain {
+        reads: Vec<Known>,
+        head: Option<(FileId, u64)>,
+    }
+
+    impl Plain {
+        fn current(&self, priority: Priority) -> Option<&Known> {
+            self.reads.iter().find(|read| read.priority == priority && read.current)
+        }
+
+        fn next(&self) -> Option<u32> {
+            let order = |read: &&Known| (read.place, read.submitted_ns, read.slot);
+            let demands = || self.reads.iter().filter(|read| read.waits(Priority::Demand));
+            self.current(Priority::Demand)
+                .or_else(|| demands().filter(|read| Some(read.place) > self.head).min_by_key(order))
+                .or_else(|| demands().min_by_key(order))
+                .or_else(|| self.current(Priority::Lookahead))
+                .or_else(|| self.reads.iter().find(|read| read.waits(Priority::Lookahead)))
+                .map(|read| read.slot)
+        }
+
+        fn start(&mut self, slot: u32) {
+            let Some(read) = self.reads.iter_mut().find(|read| read.slot == slot && !read.current) else { return };
+            read.current = true;
+            if read.priority == Priority::Demand {
+                self.head = Some(read.place);
+            }
+        }
+
+        fn promote(&mut self, slot: u32) {
+            let busy = self.current(Priority::Demand).is_some();
+            let Some(read) = self.reads.iter_mut().find(|read| read.slot == slot) else { return };
+            read.priority = Priority::Demand;
+            read.current &= !busy;
+        }
+
+        fn take(&mut self, which: impl Fn(&Known) -> bool) -> Option<u32> {
+            let position = self.reads.iter().rposition(which)?;
+            Some(self.reads.remove(position).slot)
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn turns_are_those_of_a_list_that_is_searched_each_time(
+            steps in prop::collection::vec((0..7u8, 0..12u32, 0..2u32, 0..5u64), 1..200),
+        ) {
+            let (mut line, mut plain) = (Line::new(12), Plain::default());
+            for (now_ns, (step, slot, file, offset)) in (0..).zip(steps) {
+                let known = plain.reads.iter().copied().find(|read| read.slot == slot);
+                match (step, known) {
+                    (0 | 1, None) => {
+                        let priority = if step == 0 { Priority::Demand } else { Priority::Lookahead };
+                        let place = (FileId(file), offset * 4096);
+                        // Some come in the same instant.
+                        let newcomer = Known { slot, priority, place, submitted_ns: now_ns / 4, current: false };
+                        line.join(slot, &newcomer.read(), newcomer.submitted_ns);
+                        plain.reads.push(newcomer);
+                    }
+                    (0..=2, _) => {
+                        if let Some(next) = line.next() {
+                            line.start(next);
+                            plain.start(next.slot);
+                        }
+                    }
+                    (3, _) => {
+                        line.leave(slot);
+                        plain.take(|read| read.slot == slot);
+                    }
+                    (4, Some(read)) if read.priority == Priority::Lookahead => {
+                        let demand = Known { priority: Priority::Demand, ..read };
+                        line.promote(slot, &demand.read(), read.submitted_ns);
+                        plain.promote(slot);
+                    }
+                    (5, _) => {
+                        prop_assert_eq!(line.pop_lookahead(), plain.take(|read| read.waits(Priority::Lookahead)));
+                    }
+                    (6, _) => {
+                        let current = |read: &Known| read.priority == Priority::Lookahead && read.current;
+                        prop_assert_eq!(line.stop_lookahead(), plain.take(current));
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(line.next().map(|next| next.slot), plain.next());
+                prop_assert_eq!(line.waiting(), plain.reads.iter().filter(|read| !read.current).count());
+                prop_assert_eq!(line.is_empty(), plain.reads.is_empty());
+            }
+        }
+    }
+}
