@@ -31,7 +31,8 @@ pub enum GuessFrom {
 pub struct GuessRule {
     /// From which state.
     pub from: GuessFrom,
-    /// For how many layers after it, 1 to [`LOOKAHEAD_LAYERS_MAX`].
+    /// For how many layers after it, 1 to [`LOOKAHEAD_LAYERS_MAX`]. A wrong guess that is being read takes those along that
+    /// wait behind it for later layers.
     pub layers: usize,
 }
 

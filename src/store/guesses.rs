@@ -4,9 +4,8 @@
 //! measure says that nothing is worth less than what is there, and the router's score says that the guess is worth
 //! more. Until its layer has asked, the cache's policy knows nothing of it, and it is no victim. What keeps a run of bad
 //! guesses from emptying the cache is the bound on slots that hold guesses, all layers together; it also leaves demand the
-//! slots it needs. The request of the layer judges: what it asks for becomes an
-//! ordinary member of the cache, everything else is taken back from the device as far as the kernel does not have it, and
-//! is the next victim where it was read.
+//! slots it needs. The request of the layer judges: what it asks for becomes an ordinary member of the cache, everything
+//! else is taken back from the device as far as the kernel does not have it, and is the next victim where it was read.
 
 use millstream_io::{Priority, Slab};
 
@@ -56,7 +55,8 @@ impl Guesses {
         self.held.reserve(most.saturating_sub(self.held.len()));
     }
 
-    /// Whether one of `slots` slots of a size may hold one more. What other sizes hold counts too: guesses are for one layer.
+    /// Whether one of `slots` slots of a size may hold one more. What other sizes hold counts too: the bound is for the layers
+    /// ahead, of whatever sizes they are.
     fn has_room(&self, slots: usize) -> bool {
         self.held.len() < self.most.min(slots.saturating_sub(self.demand))
     }
@@ -120,7 +120,7 @@ impl ExpertStore {
         self.guesses.bound(most.min(self.slots.len()), demand.max(1));
     }
 
-    /// Expects a request of `layer`, one after the current request's, for `experts`, the likeliest first: what is not
+    /// Expects a request of `layer`, one of those after the current request's, for `experts`, the likeliest first: what is not
     /// there is read as far as there are slots for guesses, behind everything that is waited for. Never waits. What
     /// cannot be read now is forgotten: the request will read it.
     pub fn hint(&mut self, layer: usize, experts: &[u16]) {
@@ -171,7 +171,8 @@ impl ExpertStore {
             self.waste(key);
             self.placement.discard(slot, self.table.index(key) as u32);
         }
-        // Guesses for later layers go with them: the next hint is the better one.
+        // Guesses for later layers go with them: the next hint for the next layer is the better one, and for those after it
+        // there is another only where hints go as far.
         self.guesses.has_wrong_in_flight() && self.device.cancel_lookahead() > 0
     }
 
