@@ -123,11 +123,14 @@ pub const THREAD_BYTES: u64 = 128 << 10;
 pub const TOKENIZER_TIMES: u64 = 8;
 /// What a tensor takes in the index of a checkpoint: its name, its place, its share of the table.
 pub const TENSOR_INDEX_BYTES: u64 = 256;
-/// What the cache keeps of an expert beside its slab: where it is, how often it was chosen, what a policy knows of it.
+/// What the cache keeps of an expert beside its slab, for each size of slabs: where it is, how often it was chosen, what a
+/// policy knows of it.
 pub const EXPERT_RECORD_BYTES: u64 = 128;
 
 /// Visits of stages, and reads, that a timeline keeps: some fifty tokens of the largest model, 7 MB.
 pub const TIMELINE_EVENTS_MAX: usize = 1 << 16;
+/// Longest duration that percentiles tell apart; a longer one counts as this long in them.
+pub const DURATION_NS_MAX: u64 = 600_000_000_000;
 /// Steps between two trials of a switch while little is known of it.
 pub const PROBE_PAUSE_MIN: u32 = 2;
 /// Most steps between them: a drive that changes is noticed within a few minutes.

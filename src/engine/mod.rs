@@ -321,8 +321,13 @@ fn forms_of(attention: AttentionForm, arch: &Arch) -> Result<(Form, Form), Engin
 
 /// Memory that knowing the model takes: of its tensors, which is given back once it is open, and of its experts.
 fn index_bytes(checkpoint: &Checkpoint, table: &ExpertTable) -> u64 {
-    let of_expert = size_of::<ExpertSource>() as u64 + ExpertTable::ENTRY_BYTES + EXPERT_RECORD_BYTES;
-    checkpoint.tensors.len() as u64 * TENSOR_INDEX_BYTES + table.experts() as u64 * of_expert
+    // Those of an MTP layer that is not loaded too.
+    let known = checkpoint.experts.layers.iter().flatten().map(Vec::len).sum::<usize>();
+    // Every size of slabs has tables over all experts.
+    let of_cached = ExpertTable::ENTRY_BYTES + table.sizes().len() as u64 * EXPERT_RECORD_BYTES;
+    checkpoint.tensors.len() as u64 * TENSOR_INDEX_BYTES
+        + (known * size_of::<ExpertSource>()) as u64
+        + table.experts() as u64 * of_cached
 }
 
 /// Bytes of the files whose pages stay in the page cache once they are read.
