@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 
+use crate::limits::DURATION_NS_MAX;
+
 /// What the engine thread is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stage {
@@ -106,9 +108,6 @@ pub struct Durations {
     nanos: Histogram<u64>,
 }
 
-/// Longest duration that percentiles tell apart; a longer one counts as this long in them.
-const LONGEST_NS: u64 = 600_000_000_000;
-
 impl Default for Durations {
     fn default() -> Durations {
         Durations::new()
@@ -119,12 +118,12 @@ impl Durations {
     /// None yet.
     pub fn new() -> Durations {
         // These bounds are valid, so this cannot fail.
-        Durations { nanos: Histogram::new_with_bounds(1, LONGEST_NS, 2).expect("constant histogram bounds") }
+        Durations { nanos: Histogram::new_with_bounds(1, DURATION_NS_MAX, 2).expect("constant histogram bounds") }
     }
 
     /// One more.
     pub fn record(&mut self, took: Duration) {
-        self.nanos.saturating_record(took.as_nanos().min(u128::from(LONGEST_NS)) as u64);
+        self.nanos.saturating_record(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
     }
 
     /// Forgets them.

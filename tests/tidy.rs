@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 const ENGINE: &[(&str, &[&str])] = &[
     ("limits", &[]),
     ("manual", &[]),
-    ("meter", &[]),
+    ("meter", &["limits"]),
     ("kernels", &["limits"]),
     ("ops", &["kernels", "limits"]),
     ("checkpoint", &["kernels", "limits", "io"]),
