@@ -151,7 +151,7 @@ impl ExpertStore {
     /// A store over `pool`, every slab of it free and of the sizes of `table`, reading through `device`.
     pub fn new(table: ExpertTable, device: Box<dyn Device>, pool: SlabPool) -> ExpertStore {
         let slots: Vec<usize> = (0..table.sizes().len()).map(|size| pool.slabs_of(size)).collect();
-        let size_of = table.keys().map(|key| table.size_of(key.layer.into()) as u8).collect();
+        let size_of = table.keys().map(|key| table.size_of(key.layer.into()) as u16).collect();
         let widest = table.widest_layer();
         ExpertStore {
             slots: (0..pool.slabs()).map(|_| Content::Empty).collect(),

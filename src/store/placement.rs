@@ -33,17 +33,17 @@ enum Role {
 pub(super) struct Placement {
     shelves: Vec<Shelf>,
     /// Of each slot.
-    shelf_of_slot: Vec<u8>,
+    shelf_of_slot: Vec<u16>,
     /// Of each expert.
-    shelf_of: Vec<u8>,
+    shelf_of: Vec<u16>,
 }
 
 impl Placement {
     /// All slots are spare. There are `slots[i]` of size `i`, numbered after those of the sizes before; `size_of` is the
     /// size that each expert needs.
-    pub(super) fn new(kind: PolicyKind, layers: &Layers, slots: &[usize], size_of: Vec<u8>) -> Placement {
+    pub(super) fn new(kind: PolicyKind, layers: &Layers, slots: &[usize], size_of: Vec<u16>) -> Placement {
         let (mut shelves, mut shelf_of_slot) = (Vec::with_capacity(slots.len()), vec![]);
-        for (size, &count) in (0..).zip(slots) {
+        for (size, &count) in (0u16..).zip(slots) {
             let first = shelf_of_slot.len() as u32;
             shelves.push(Shelf::new(kind, layers.clone(), first..first + count as u32));
             shelf_of_slot.resize(shelf_of_slot.len() + count, size);
@@ -61,14 +61,14 @@ impl Placement {
     pub(super) fn remember(&mut self, mut usage: Vec<u64>, top_k: usize, pin: Option<bool>) {
         usage.resize(self.shelf_of.len(), 0);
         for (number, shelf) in (0..).zip(&mut self.shelves) {
-            let of_shelf = |(&count, &of): (&u64, &u8)| if of == number { count } else { 0 };
+            let of_shelf = |(&count, &of): (&u64, &u16)| if of == number { count } else { 0 };
             shelf.remember(usage.iter().zip(&self.shelf_of).map(of_shelf).collect(), top_k, pin);
         }
     }
 
     /// Selections of each expert since ever.
     pub(super) fn usage(&self) -> Vec<u64> {
-        let of = |(key, &shelf): (usize, &u8)| self.shelves[usize::from(shelf)].pins.usage()[key];
+        let of = |(key, &shelf): (usize, &u16)| self.shelves[usize::from(shelf)].pins.usage()[key];
         self.shelf_of.iter().enumerate().map(of).collect()
     }
 

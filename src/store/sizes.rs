@@ -17,8 +17,8 @@ pub struct SlabSize {
 const WASTE_ONE_IN: usize = 8;
 
 /// The sizes that `layers` need, the one that takes most memory first, and which of them is each layer's; `None` for a
-/// layer without experts.
-pub(super) fn group(layers: &[SlabSize]) -> (Vec<SlabSize>, Vec<Option<u8>>) {
+/// layer without experts. There are no more sizes than layers, of which a `u16` can count all.
+pub(super) fn group(layers: &[SlabSize]) -> (Vec<SlabSize>, Vec<Option<u16>>) {
     let mut routed: Vec<usize> = (0..layers.len()).filter(|&layer| layers[layer].experts > 0).collect();
     routed.sort_by_key(|&layer| std::cmp::Reverse(layers[layer].slab_bytes));
     let mut groups: Vec<(SlabSize, Vec<usize>)> = vec![];

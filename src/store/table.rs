@@ -45,7 +45,7 @@ pub struct ExpertTable {
     widest: usize,
     /// Sizes of slabs, and which of them each layer's experts are read into.
     sizes: Vec<SlabSize>,
-    size_of: Vec<Option<u8>>,
+    size_of: Vec<Option<u16>>,
 }
 
 impl ExpertTable {
