@@ -26,7 +26,10 @@ const MAGIC: [u8; 7] = *b"MSTRACE";
 const VERSION: u8 = 2;
 /// Kinds of guesses that format `version` has: made one layer before, two layers before.
 const fn guesses_of(version: u8) -> usize {
-    version as usize
+    match version {
+        1 => 1,
+        _ => 2,
+    }
 }
 const FLAG_BEGINS: u8 = 1;
 
