@@ -89,7 +89,7 @@ fn a_config_that_says_too_little_or_too_much_is_refused_by_field() {
         .to_string();
         assert!(error.contains("config.json") && error.contains(field) && error.contains("nothing"), "{error}");
     }
-    let cases: [(&str, Value, &[&str]); 14] = [
+    let cases: [(&str, Value, &[&str]); 15] = [
         ("rope_parameters", Value::Null, &["rope_parameters.rope_theta", "nothing"]),
         ("rope_parameters", json!({"rope_type": "yarn", "rope_theta": 1e4}), &["rope_type", "yarn"]),
         ("hidden_size", json!("64"), &["hidden_size", "\"64\""]),
@@ -101,6 +101,8 @@ fn a_config_that_says_too_little_or_too_much_is_refused_by_field() {
         ("num_key_value_heads", json!(8), &["num_key_value_heads", "1 to 4", "8"]),
         ("head_dim", json!(32), &["head_dim", "16", "32"]),
         ("clip_qkv", json!(-8.0), &["clip_qkv", "positive", "-8"]),
+        // As an f32 it would make every query and key 0.
+        ("clip_qkv", json!(1e-50), &["clip_qkv", "a float32", "0"]),
         ("hidden_act", json!("gelu"), &["hidden_act", "silu"]),
         ("attention_bias", json!(true), &["attention_bias", "false"]),
         ("quantization_config", json!({"quant_method": "awq"}), &["quant_method", "awq"]),

@@ -56,7 +56,10 @@ fn parse_attention(config: &Fields, hidden: usize) -> Result<FullArch> {
     }
     let clip = match config.get("clip_qkv") {
         None => None,
-        Some(_) => Some(config.positive("clip_qkv")? as f32),
+        Some(_) => match config.positive("clip_qkv")? as f32 {
+            clip if clip.is_normal() => Some(clip),
+            clip => return Err(config.bad("clip_qkv", "a float32", &clip.to_string())),
+        },
     };
     Ok(FullArch { heads, kv_heads, dim, clip })
 }
