@@ -71,10 +71,7 @@ impl Census {
                 kinds.entry((part, matrix.spec.format)).or_default().add(matrix);
             }
         }
-        let mut bytes = 0;
-        for path in tensors.paths() {
-            bytes += std::fs::metadata(path).map_err(io_error("read", path))?.len();
-        }
+        let bytes = tensors.file_bytes();
         let used: u64 = kinds.values().map(|tally| tally.bytes).sum();
         let all: u64 = tensors.iter().map(|(_, tensor)| tensor.bytes).sum();
         let mut census =

@@ -28,6 +28,8 @@ pub(crate) struct Header {
     pub stamps: HashMap<String, String>,
     /// Hash of the header's bytes and the file's length.
     pub hash: u64,
+    /// Length of the file, where its last tensor ends.
+    pub file_bytes: u64,
 }
 
 /// Reads and checks the header of the shard at `path`.
@@ -75,7 +77,7 @@ pub(crate) fn parse(path: &Path, file: FileId, file_bytes: u64, json: &[u8]) -> 
     let mut hasher = xxhash_rust::xxh3::Xxh3::new();
     hasher.update(&file_bytes.to_le_bytes());
     hasher.update(json);
-    Ok(Header { tensors, metadata: raw.metadata, stamps, hash: hasher.digest() })
+    Ok(Header { tensors, metadata: raw.metadata, stamps, hash: hasher.digest(), file_bytes })
 }
 
 /// Type known, rank bounded, and shape times element size equal to the byte range.

@@ -123,6 +123,7 @@ pub struct TensorMap {
     metadata: Vec<HashMap<String, String>>,
     notes: Vec<String>,
     hash: u64,
+    file_bytes: u64,
 }
 
 impl TensorMap {
@@ -155,12 +156,14 @@ impl TensorMap {
             metadata: Vec::with_capacity(paths.len()),
             notes,
             hash: 0,
+            file_bytes: 0,
             paths,
         };
         let mut hasher = xxhash_rust::xxh3::Xxh3::new();
         for (file, header) in read_headers(&map.paths, &gone).into_iter().enumerate() {
             let header = header?;
             hasher.update(&header.hash.to_le_bytes());
+            map.file_bytes += header.file_bytes;
             map.add(file, header)?;
         }
         map.hash = hasher.digest();
@@ -223,6 +226,11 @@ impl TensorMap {
     /// Hash over the headers and lengths of all shards.
     pub fn header_hash(&self) -> u64 {
         self.hash
+    }
+
+    /// Bytes of all shards, as long as they were when their headers were checked.
+    pub fn file_bytes(&self) -> u64 {
+        self.file_bytes
     }
 
     fn add(&mut self, file: usize, header: Header) -> Result<()> {

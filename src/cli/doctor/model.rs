@@ -120,8 +120,7 @@ fn shards(dir: &Path, report: &mut Report) -> bool {
             return false;
         }
     };
-    let bytes = map.paths().iter().filter_map(|path| std::fs::metadata(path).ok()).map(|meta| meta.len()).sum();
-    report.ok("shards", format!("{} shards, {}", map.paths().len(), size::show(bytes)));
+    report.ok("shards", format!("{} shards, {}", map.paths().len(), size::show(map.file_bytes())));
     report.ok("headers", format!("{} tensors, each in its place", map.len()));
     true
 }
