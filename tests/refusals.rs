@@ -33,10 +33,15 @@ impl Patient<'_> {
         shards
     }
 
+    /// The shard that holds `tensor`.
+    fn shard_of(&self, tensor: &str) -> PathBuf {
+        let holds = |path: &PathBuf| Shard::read(path).tensors.iter().any(|found| found.name == tensor);
+        self.shards().into_iter().find(holds).unwrap_or_else(|| panic!("{tensor}"))
+    }
+
     /// The shard that holds `tensor`, to be written again.
     fn edit(&self, tensor: &str, edit: impl FnOnce(&mut Shard)) {
-        let holds = |path: &PathBuf| Shard::read(path).tensors.iter().any(|found| found.name == tensor);
-        let path = self.shards().into_iter().find(holds).unwrap_or_else(|| panic!("{tensor}"));
+        let path = self.shard_of(tensor);
         let mut shard = Shard::read(&path);
         edit(&mut shard);
         shard.write(&path);
@@ -44,8 +49,9 @@ impl Patient<'_> {
         let _ = fs::remove_file(self.dir.join("model.safetensors.index.json"));
     }
 
+    /// The header of the shard that holds [`NORM`].
     fn edit_header(&self, edit: impl FnOnce(&mut Map<String, Value>)) {
-        let path = &self.shards()[0];
+        let path = &self.shard_of(NORM);
         let shard = Shard::read(path);
         let mut header = shard.header();
         edit(&mut header);
@@ -74,11 +80,6 @@ impl Patient<'_> {
 /// What is done to a model, and what must be said of it, the file first. Before a `|` for a vendor's checkpoint, behind it
 /// for a container, where they differ.
 type Harm = (&'static str, fn(&Patient), &'static [&'static str]);
-
-/// The first tensor of a header that is one.
-fn first(header: &mut Map<String, Value>) -> &mut Value {
-    header.iter_mut().find(|(name, _)| *name != "__metadata__").unwrap().1
-}
 
 const HARMS: &[Harm] = &[
     (
@@ -124,8 +125,8 @@ const HARMS: &[Harm] = &[
     ),
     (
         "a type that nobody knows",
-        |p| p.edit_header(|header| first(header)["dtype"] = "Q9_K".into()),
-        &[".safetensors", "dtype", "Q9_K"],
+        |p| p.edit_header(|header| header[NORM]["dtype"] = "Q9_K".into()),
+        &[".safetensors", "tensor", NORM, "dtype", "Q9_K"],
     ),
     (
         "an expert of the wrong size",
@@ -178,8 +179,13 @@ const HARMS: &[Harm] = &[
     ),
     (
         "an entry without offsets",
-        |p| p.edit_header(|header| drop(first(header).as_object_mut().unwrap().remove("data_offsets"))),
-        &[".safetensors", "data_offsets"],
+        |p| p.edit_header(|header| drop(header[NORM].as_object_mut().unwrap().remove("data_offsets"))),
+        &[".safetensors", "tensor", NORM, "data_offsets"],
+    ),
+    (
+        "an entry whose shape is no list",
+        |p| p.edit_header(|header| header[NORM]["shape"] = "64".into()),
+        &[".safetensors", "tensor", NORM, "\"64\"", "expected"],
     ),
     (
         "a shard of no bytes",
@@ -207,7 +213,8 @@ const HARMS: &[Harm] = &[
     (
         "a hidden_size that the weights have not",
         |p| p.config(|config| drop(config.insert("hidden_size".into(), 128.into()))),
-        &[".safetensors", "model.", "expected", "128|int8-row", "found"],
+        // 272 tokens: [272, 128] is asked for, [272, 64] is there, and int8 is a byte a weight.
+        &[".safetensors", "model.embed_tokens.weight", "expected", "[272, 128]|int8-row", "[272, 64]|17408 bytes"],
     ),
     (
         "more experts a token than there are",
@@ -293,13 +300,33 @@ fn a_directory_that_is_not_there_is_refused_by_both() {
 }
 
 #[test]
+fn a_shard_cut_short_is_refused_with_the_length_it_should_have_and_the_one_it_has() {
+    let home = tempfile::tempdir().unwrap();
+    let container = home.path().join("container");
+    done(program(home.path()).arg("convert").arg(tiny_model()).arg(&container).output().unwrap());
+    for (from, packed) in [(tiny_model(), false), (container.as_path(), true)] {
+        let model = home.path().join("model");
+        copy(from, &model);
+        let shard = &Patient { dir: &model, packed }.shards()[0];
+        let whole = fs::read(shard).unwrap();
+        fs::write(shard, &whole[..whole.len() - 100]).unwrap();
+        let said = stderr(&run(home.path(), &model, &["-p", "x"])).to_owned();
+        for bytes in [whole.len(), whole.len() - 100] {
+            assert!(said.contains(&format!("{bytes} bytes")), "no {bytes} in: {said}");
+        }
+        fs::remove_dir_all(&model).unwrap();
+    }
+}
+
+#[test]
 fn prompts_that_cannot_be_answered_are_refused_with_both_numbers() {
     let home = tempfile::tempdir().unwrap();
     let empty = run(home.path(), tiny_model(), &["-p", ""]);
     assert_eq!((empty.status.code(), stdout(&empty)), (Some(2), ""), "{}", stderr(&empty));
-    // The tiny model has 512 positions, and no token of it is longer than the text.
+    assert!(stderr(&empty).contains("the prompt is empty"), "{}", stderr(&empty));
+    // The tiny model has 512 positions, and no token of it is longer than the 15 bytes of <|observation|>.
     let long = "zq ".repeat(4000);
     let long = run(home.path(), tiny_model(), &["-p", &long]);
     assert_eq!((long.status.code(), stdout(&long)), (Some(2), ""));
-    assert!(stderr(&long).contains("512"), "{}", stderr(&long));
+    assert!(stderr(&long).contains("512") && stderr(&long).contains("at least 800 tokens"), "{}", stderr(&long));
 }

@@ -195,7 +195,8 @@ impl<'de> Deserialize<'de> for RawHeader<'de> {
                 let mut metadata_seen = false;
                 while let Some(name) = map.next_key::<String>()? {
                     if name != "__metadata__" {
-                        header.tensors.push((name, map.next_value::<RawTensor>()?));
+                        let tensor = map.next_value::<RawTensor>().map_err(|error| of_tensor(&name, error))?;
+                        header.tensors.push((name, tensor));
                         continue;
                     }
                     header.metadata = map.next_value::<Metadata>()?.0;
@@ -213,6 +214,14 @@ impl<'de> Deserialize<'de> for RawHeader<'de> {
         }
         deserializer.deserialize_map(Entries)
     }
+}
+
+/// What is wrong with the entry of a tensor, among many thousands. The place in the text is added to every error, and is in
+/// this one already.
+fn of_tensor<E: de::Error>(name: &str, error: E) -> E {
+    let text = error.to_string();
+    let cause = text.split_once(" at line ").map_or(text.as_str(), |(cause, _)| cause);
+    E::custom(format!("tensor {}: {cause}", clip(name)))
 }
 
 fn repeated<E: de::Error>(name: &str) -> E {
