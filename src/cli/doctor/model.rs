@@ -105,10 +105,11 @@ fn shards(dir: &Path, report: &mut Report) -> bool {
     let opened = checkpoint::refuse_unfinished(dir).and_then(|()| TensorMap::open(dir));
     let map = match opened {
         Ok(map) => map,
-        Err(CheckpointError::Header { .. }) => {
-            for fault in checkpoint::bad_headers(dir).unwrap_or_default() {
-                report.failure("headers", failure(&fault));
-            }
+        Err(error @ CheckpointError::Header { .. }) => {
+            // A shard that was put right in between was wrong all the same.
+            let all = checkpoint::bad_headers(dir).unwrap_or_default();
+            let all = if all.is_empty() { vec![error] } else { all };
+            all.iter().for_each(|fault| report.failure("headers", failure(fault)));
             return false;
         }
         Err(error @ (CheckpointError::Duplicate { .. } | CheckpointError::IndexDiffers { .. })) => {
