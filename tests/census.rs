@@ -99,6 +99,11 @@ fn a_sample_shows_bytes_as_they_lie_and_the_values_they_stand_for() {
     let find = |name: &str| all.iter().flat_map(|shard| &shard.tensors).find(|tensor| tensor.name == name).unwrap();
     let (weights, scales) = (find(name), find(&format!("{name}.qs")));
     assert_eq!((&sample["format"], &sample["part"]), (&"int4".into(), &"routed experts".into()));
+    assert_eq!(sample["scales_of"], Value::Null);
+    // Its scales are in use with it.
+    let beside = &ask(home.path(), "census", &dir, &["--sample", &format!("{name}.qs")])["samples"][0];
+    assert_eq!((&beside["part"], &beside["scales_of"]), (&"routed experts".into(), &name.into()));
+    assert_eq!(beside["values"][0], sample["scales"][0]);
     assert_eq!(sample["shape"], serde_json::json!([64, 64]));
     assert_eq!(sample["packed"], serde_json::json!(weights.data[..16]));
     let scale = f32::from_le_bytes(scales.data[..4].try_into().unwrap());
@@ -149,7 +154,7 @@ fn info_names_the_model_and_counts_its_parameters() {
     let used = values(&|name| part(name) != "MTP layer") - routed * 6 / 8;
     assert_eq!(model["parameters_per_token"].as_u64().unwrap(), used);
     for (name, value) in
-        [("layers", 5), ("dense_layers", 1), ("experts", 8), ("top_k", 2), ("hidden", 64), ("tensors", 229)]
+        [("layers", 5), ("dense_layers", 1), ("experts", 8), ("top_k", 2), ("hidden", 64), ("tensors", tensors.len())]
     {
         assert_eq!(model[name], value, "{name}");
     }

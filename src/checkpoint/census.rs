@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 
+use super::container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX};
 use super::error::{Result, io_error};
 use super::required::{self, Part};
 use super::tensors::{Dtype, TensorInfo};
@@ -120,6 +121,8 @@ pub struct Sample {
     pub tensor: TensorInfo,
     /// What it is for; `None` for what no part of the model uses.
     pub part: Option<Part>,
+    /// The weight whose scales it holds.
+    pub scales_of: Option<String>,
     /// Format and shape, where values can be told.
     pub spec: Option<MatrixSpec>,
     /// Bytes of all its scales.
@@ -137,6 +140,8 @@ impl Sample {
     pub fn read(checkpoint: &Checkpoint, name: &str, most: usize) -> Result<Option<Sample>> {
         let Some(tensor) = checkpoint.tensors.get(name).cloned() else { return Ok(None) };
         let required = required::find(&checkpoint.arch, name);
+        let owner = [SCALES_SUFFIX, FP8_SCALES_SUFFIX].iter().find_map(|suffix| name.strip_suffix(suffix));
+        let scaled = owner.and_then(|owner| required::find(&checkpoint.arch, owner));
         let source = match &required {
             Some(required) => Some(required.source(&checkpoint.tensors)?),
             None => plain(&tensor),
@@ -155,7 +160,8 @@ impl Sample {
         }
         Ok(Some(Sample {
             name: name.to_owned(),
-            part: required.map(|required| required.part(&checkpoint.arch)),
+            part: required.as_ref().or(scaled.as_ref()).map(|required| required.part(&checkpoint.arch)),
+            scales_of: scaled.map(|weight| weight.name),
             spec: source.map(|source| source.spec),
             scale_bytes: source.and_then(|source| source.scales).map_or(0, |span| span.len),
             packed: first(tensor.span(), most)?,

@@ -128,12 +128,13 @@ fn share(bytes: u64, census: &Census) -> f64 {
 
 fn sample_text(checkpoint: &Checkpoint, sample: &Sample) -> String {
     let Sample { name, tensor, .. } = sample;
+    let scales = if sample.scales_of.is_some() { "scales of " } else { "" };
     let part = sample.part.map_or("not used by the model", Part::name);
     let format = sample.spec.map_or_else(
         || format!("{}, which says nothing of values", tensor.describe()),
         |spec| format!("{} [{}, {}]", spec.format, spec.rows, spec.cols),
     );
-    let mut text = format!("\n{name}: {part}, {format}\n");
+    let mut text = format!("\n{name}: {scales}{part}, {format}\n");
     let shard = checkpoint.tensors.path(tensor.file);
     let scales = if sample.scale_bytes > 0 {
         format!(" and {} of scales", size::show(sample.scale_bytes))
@@ -171,6 +172,7 @@ fn as_json(checkpoint: &Checkpoint, census: &Census, samples: &[Sample]) -> Json
         json!({
             "tensor": sample.name,
             "part": sample.part.map(Part::name),
+            "scales_of": sample.scales_of,
             "format": sample.spec.map(|spec| spec.format.to_string()),
             "shape": sample.spec.map(|spec| [spec.rows, spec.cols]),
             "dtype": sample.tensor.dtype.name(),
