@@ -132,7 +132,7 @@ pub const TIMELINE_EVENTS_MAX: usize = 1 << 16;
 /// Longest duration that percentiles tell apart; a longer one counts as this long in them.
 pub const DURATION_NS_MAX: u64 = 600_000_000_000;
 /// Steps between two trials of a switch while little is known of it.
-pub const PROBE_PAUSE_MIN: u32 = 2;
+pub const PROBE_PAUSE_MIN: u32 = 3;
 /// Most steps between them: a drive that changes is noticed within a few minutes.
 pub const PROBE_PAUSE_MAX: u32 = 256;
 
