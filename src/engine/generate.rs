@@ -100,16 +100,43 @@ impl Engine {
 
     /// As [`Engine::score`], showing `observer` the router's choice in every routed layer of every chunk, in order.
     pub fn score_observed(&mut self, tokens: &[u32], observer: &mut dyn Observer) -> Result<Vec<f32>, EngineError> {
+        let mut scores = Vec::with_capacity(tokens.len() * self.model.arch.vocab);
+        let take = &mut |logits: &[f32]| scores.extend_from_slice(logits);
+        self.score_chunks(tokens, &AtomicBool::new(false), observer, take)?;
+        Ok(scores)
+    }
+
+    /// As [`Engine::score`], handing the logits to `take` chunk by chunk: those of a long text are larger than a model's
+    /// memory may be. `cancel` is looked at before every layer.
+    pub fn score_to(
+        &mut self,
+        tokens: &[u32],
+        cancel: &AtomicBool,
+        take: &mut dyn FnMut(&[f32]),
+    ) -> Result<Finish, EngineError> {
+        match self.score_chunks(tokens, cancel, &mut (), take) {
+            Err(EngineError::Forward(ForwardError::Cancelled | ForwardError::Store(StoreError::GivenUp))) => {
+                Ok(Finish::Interrupted)
+            }
+            other => other.map(|()| Finish::Length),
+        }
+    }
+
+    fn score_chunks(
+        &mut self,
+        tokens: &[u32],
+        cancel: &AtomicBool,
+        observer: &mut dyn Observer,
+        take: &mut dyn FnMut(&[f32]),
+    ) -> Result<(), EngineError> {
         self.check_ids(tokens)?;
         self.begin(tokens.len());
-        let (form, cancel) = (self.prompt_form, &AtomicBool::new(false));
-        let mut scores = Vec::with_capacity(tokens.len() * self.model.arch.vocab);
+        let form = self.prompt_form;
         for chunk in tokens.chunks(self.prefill_rows) {
             self.observed_step(&Step { tokens: chunk, form, logits: Logits::All, cancel }, observer)?;
-            scores.extend_from_slice(self.state.logits());
+            take(self.state.logits());
         }
-        self.end_reads()?;
-        Ok(scores)
+        self.end_reads()
     }
 
     /// Shows `observer` what the router chooses for `tokens`, from an empty context, as it would if each were decoded.

@@ -9,6 +9,7 @@ mod generate;
 mod integrity;
 pub mod overlap;
 pub mod predict;
+pub mod quality;
 pub mod sampler;
 pub mod stats;
 pub mod stop;

@@ -10,6 +10,7 @@ pub use options::{ConvertOptions, Width};
 
 use super::consumed::Record;
 use super::error::{Result, is_there};
+use super::write::layout::ShardLayout;
 use super::write::{self, Contents, Frees, SmallFile, Weights, Writing};
 pub use super::write::{Cancel, Counts, Progress, Report as ConvertReport};
 use super::{Checkpoint, config, refuse_unfinished, tensors};
@@ -151,6 +152,26 @@ fn convert_source(
     let report = writing.run(&mut encoder, options.cancel.as_ref(), progress)?;
     let (source_shards_removed, source_bytes_removed) = encoder.removed();
     Ok(ConvertReport { source_shards_removed, source_bytes_removed, ..report })
+}
+
+/// How large a conversion's result would be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Planned {
+    /// Bytes of weights and their scales.
+    pub weight_bytes: u64,
+    /// Bytes of the shards: headers and padding too.
+    pub file_bytes: u64,
+}
+
+/// Sums up what a conversion would write. Refuses the weights and widths that it would refuse.
+pub fn planned(source: &Checkpoint, options: &ConvertOptions) -> Result<Planned> {
+    options.check()?;
+    let shards = plan::shards(source, options)?;
+    let items = shards.iter().flat_map(|shard| &shard.runs).flat_map(|run| &run.items);
+    Ok(Planned {
+        weight_bytes: items.map(|item| item.data_bytes() + 4 * item.scale_count()).sum(),
+        file_bytes: shards.iter().map(|shard| ShardLayout::new(shard, "", "").file_bytes).sum(),
+    })
 }
 
 fn small_files(dir: &Path) -> Result<Vec<SmallFile>> {

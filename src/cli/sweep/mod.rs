@@ -1,6 +1,8 @@
 //! The `sweep` command: one generation under a range of values of one setting. The same prompt, the same tokens, an empty
 //! expert cache each time; every value once a round, rounds in turn forwards and backwards, medians with their spread.
+//! Of precisions, which change the tokens, it is the logits that are compared: see [`bits`].
 
+mod bits;
 mod measure;
 mod picture;
 mod range;
@@ -17,6 +19,7 @@ use super::args::{self, Ram, RunArgs};
 use super::job::{self, Prepared};
 use super::machine::Machine;
 use super::{Done, Failure, output, render, size};
+use bits::BitsArgs;
 use measure::{Arm, Measured};
 
 /// Rounds when `-r` is not given.
@@ -44,6 +47,8 @@ enum SweepCommand {
     Ram(Box<RamArgs>),
     /// Threads that compute
     Threads(Box<ThreadsArgs>),
+    /// Precision of the weights: what each costs in agreement, perplexity and divergence
+    Bits(Box<BitsArgs>),
 }
 
 /// Flags of `sweep ram`.
@@ -120,6 +125,7 @@ pub fn sweep(args: &SweepArgs, machine: &Machine) -> Result<Done, Failure> {
     let (knob, mut values, common) = match &args.what {
         SweepCommand::Ram(args) => (Knob::Ram, args.values.clone(), &args.common),
         SweepCommand::Threads(args) => (Knob::Threads, args.values.clone(), &args.common),
+        SweepCommand::Bits(args) => return bits::bits(args, machine),
     };
     values.sort_unstable();
     values.dedup();
