@@ -14,6 +14,8 @@ use crate::limits::{MAX_EXPERTS, MAX_HISTORY_BYTES, MAX_LAYERS};
 const MAGIC: [u8; 8] = *b"MSUSAGE\x01";
 const HEAD_BYTES: usize = MAGIC.len() + 8 + 4;
 const CHECKSUM_BYTES: usize = 8;
+/// A count from a file is at most this: as many as a model may have experts add up to less than 64 bits hold.
+const COUNT_MOST: u64 = u64::MAX / (2 * MAX_LAYERS * MAX_EXPERTS) as u64;
 
 /// Bytes that are no history of the model at hand.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -42,7 +44,8 @@ pub fn encode(fingerprint: u64, usage: &[u64]) -> Vec<u8> {
     out
 }
 
-/// The selections in a file of [`encode`], which must be of the model with this fingerprint.
+/// The selections in a file of [`encode`], which must be of the model with this fingerprint. Anybody may have written it:
+/// a count is at most what lets all of them be added up.
 pub fn decode(bytes: &[u8], fingerprint: u64) -> Result<Vec<u64>, HistoryError> {
     let Some(magic) = bytes.first_chunk::<8>().filter(|magic| magic[..7] == MAGIC[..7]) else {
         return Err(HistoryError::Foreign);
@@ -62,7 +65,7 @@ pub fn decode(bytes: &[u8], fingerprint: u64) -> Result<Vec<u64>, HistoryError> 
     if count != ((counts.len() / size_of::<u64>()) as u32).to_le_bytes() || !counts.len().is_multiple_of(8) {
         return Err(HistoryError::Damaged);
     }
-    Ok(counts.as_chunks().0.iter().map(|count| u64::from_le_bytes(*count)).collect())
+    Ok(counts.as_chunks().0.iter().map(|count| u64::from_le_bytes(*count).min(COUNT_MOST)).collect())
 }
 
 const _: () = assert!(MAX_HISTORY_BYTES >= (HEAD_BYTES + CHECKSUM_BYTES + 8 * MAX_LAYERS * MAX_EXPERTS) as u64);
@@ -76,7 +79,8 @@ mod tests {
         #[test]
         fn what_is_written_is_read(fingerprint in any::<u64>(), usage in prop::collection::vec(any::<u64>(), 0..50)) {
             let bytes = encode(fingerprint, &usage);
-            prop_assert_eq!(decode(&bytes, fingerprint), Ok(usage));
+            let read = usage.iter().map(|&count| count.min(COUNT_MOST)).collect();
+            prop_assert_eq!(decode(&bytes, fingerprint), Ok(read));
             prop_assert_eq!(decode(&bytes, fingerprint ^ 1), Err(HistoryError::OtherModel));
         }
 
