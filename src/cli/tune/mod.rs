@@ -168,16 +168,15 @@ fn measure(
         date,
         reading: arms[kept].reading,
         reason: reason.clone(),
-        gb_s: reads_alone(&arms),
+        gb_s: reads_alone(&arms[kept]),
     };
     let profile = tuning::save(state, &profile)?;
     Ok(Went::On(Report { facts, key, arms, lead, kept, reason, conditions, profile }))
 }
 
-/// The most that reads alone reached, where memory served none of them.
-fn reads_alone(arms: &[Arm]) -> Option<f64> {
-    let real = arms.iter().filter_map(|arm| arm.summary.as_ref()).filter(|summary| !summary.cached);
-    real.map(|summary| summary.gb_s).reduce(f64::max)
+/// What reads alone reached as the profile has them made, where memory served none of them.
+fn reads_alone(kept: &Arm) -> Option<f64> {
+    kept.summary.as_ref().filter(|summary| !summary.cached).map(|summary| summary.gb_s)
 }
 
 /// The trial, with memory for few experts, and the most tokens its context has room for.
