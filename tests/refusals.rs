@@ -330,3 +330,18 @@ fn prompts_that_cannot_be_answered_are_refused_with_both_numbers() {
     assert_eq!((long.status.code(), stdout(&long)), (Some(2), ""));
     assert!(stderr(&long).contains("512") && stderr(&long).contains("at least 800 tokens"), "{}", stderr(&long));
 }
+
+#[test]
+fn a_shard_cut_short_is_refused_with_the_bytes_that_it_should_have_and_those_that_it_has() {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("model");
+    copy(tiny_model(), &model);
+    let shard = model.join("model.safetensors");
+    let bytes = fs::read(&shard).unwrap();
+    fs::write(&shard, &bytes[..bytes.len() - 100]).unwrap();
+    let refused = run(home.path(), &model, &["-p", "x"]);
+    let (expected, found) = (format!("expected {} bytes", bytes.len()), format!("found {} bytes", bytes.len() - 100));
+    for words in ["model.safetensors", "cut short", &expected, &found] {
+        assert!(stderr(&refused).contains(words), "no {words:?} in: {}", stderr(&refused));
+    }
+}
