@@ -130,6 +130,15 @@ impl Checkpoint {
         self.experts.layers[..self.arch.layers.len()].iter().flatten().map(Vec::as_slice)
     }
 
+    /// Bytes of the experts that one token uses, on average over the experts of each layer.
+    pub fn token_expert_bytes(&self) -> u64 {
+        let of_layer = |experts: &[ExpertSource]| {
+            let bytes: u64 = experts.iter().map(ExpertSource::bytes).sum();
+            bytes * self.arch.moe.top_k as u64 / experts.len().max(1) as u64
+        };
+        self.routed().map(of_layer).sum()
+    }
+
     /// Formats of the experts and of the other matrices that are used, without repeats.
     pub fn formats(&self) -> impl Iterator<Item = Format> {
         self.formats.iter().copied()

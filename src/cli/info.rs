@@ -8,10 +8,10 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::checkpoint::arch::MlpKind;
 use crate::checkpoint::census::Census;
-use crate::checkpoint::{Checkpoint, CheckpointError, vendor_name};
-use crate::engine::Engine;
+use crate::checkpoint::{Checkpoint, CheckpointError, ExpertSource, vendor_name};
 use crate::engine::budget::Budget;
 use crate::engine::config::DEFAULT_CONTEXT;
+use crate::engine::{Engine, EngineError};
 use crate::kernels::{Format, Kernels};
 
 use super::args::ModelArgs;
@@ -44,11 +44,11 @@ struct Info<'a> {
     name: String,
     vendor: String,
     census: Census,
-    /// How memory would be divided, or why the model does not fit.
+    /// How memory would be divided, or why it cannot be: as a rule the model does not fit.
     budget: Result<Budget, String>,
     disk: Disk,
-    /// Bytes that a ring registered, or why there is none.
-    ring: Result<u64, String>,
+    /// Bytes that a ring registered, or why there is none; unknown where no file can be opened to try it with.
+    ring: Option<Result<u64, String>>,
 }
 
 /// What holds the shards.
@@ -56,7 +56,7 @@ struct Disk {
     file_system: String,
     device: Option<BlockDevice>,
     /// How the first shard is read, or why it cannot be opened.
-    access: String,
+    access: Result<String, String>,
     free_bytes: Option<u64>,
 }
 
@@ -75,19 +75,19 @@ impl<'a> Info<'a> {
         let place = checkpoint.tensors.paths().first().unwrap_or(&checkpoint.dir);
         let files = FileSet::open(checkpoint.tensors.paths(), engine.io).map(Arc::new);
         let budget = match config.check_memory(machine) {
-            Ok(()) => Engine::plan(checkpoint, &engine).map_err(|error| error.to_string()),
+            Ok(()) => Engine::plan(checkpoint, &engine).map_err(|error| match error {
+                EngineError::TooSmall(_) => format!("it does not fit: {error}"),
+                _ => error.to_string(),
+            }),
             Err(failure) => Err(failure.error),
         };
         let disk = Disk {
             file_system: machine.file_system(place),
             device: BlockDevice::holding(place, machine.root()),
-            access: files.as_ref().map_or_else(ToString::to_string, |files| files.access(FileId(0)).to_string()),
+            access: files.as_ref().map(|files| files.access(FileId(0)).to_string()).map_err(ToString::to_string),
             free_bytes: free_bytes(&checkpoint.dir).ok(),
         };
-        let ring = match &files {
-            Ok(files) => try_ring(files).map_err(|error| error.to_string()),
-            Err(error) => Err(error.to_string()),
-        };
+        let ring = files.as_ref().ok().map(|files| try_ring(files).map_err(|error| error.to_string()));
         let census = Census::take(checkpoint).map_err(failed)?;
         let vendor = vendor_name(&checkpoint.dir).map_err(failed)?;
         Ok(Info { checkpoint, machine, name: config.model.name(), vendor, census, budget, disk, ring })
@@ -99,10 +99,8 @@ impl<'a> Info<'a> {
 
     /// Bytes of the largest expert of the decoder layers, and of those that one token uses.
     fn expert_bytes(&self) -> (u64, u64) {
-        let arch = &self.checkpoint.arch;
-        let layers = self.checkpoint.experts.layers[..arch.layers.len()].iter().flatten();
-        let sizes = layers.map(|layer| layer.iter().map(|expert| expert.bytes()).max().unwrap_or(0));
-        sizes.fold((0, 0), |(largest, token), bytes| (bytes.max(largest), token + bytes * arch.moe.top_k as u64))
+        let largest = self.checkpoint.routed().flatten().map(ExpertSource::bytes).max().unwrap_or(0);
+        (largest, self.checkpoint.token_expert_bytes())
     }
 
     fn text(&self) -> String {
@@ -143,15 +141,17 @@ impl<'a> Info<'a> {
         line("RAM", format!("{ram}, {free} to be had: {}", machine.memory.source));
         match &self.budget {
             Ok(budget) => line("budget", budget.to_string().trim_start_matches("memory: ").to_owned()),
-            Err(why) => line("budget", format!("it does not fit: {why}")),
+            Err(why) => line("budget", why.clone()),
         }
         line("disk", self.disk.text());
-        line("reads", self.disk.access.clone());
+        let (Ok(access) | Err(access)) = &self.disk.access;
+        line("reads", access.clone());
         line(
             "io_uring",
             match &self.ring {
-                Ok(registered) => format!("works; {} of buffers registered", size::show(*registered)),
-                Err(why) => format!("not available: {why}"),
+                Some(Ok(registered)) => format!("works; {} of buffers registered", size::show(*registered)),
+                Some(Err(why)) => format!("not available: {why}"),
+                None => "not tried".to_owned(),
             },
         );
         text
@@ -233,10 +233,14 @@ impl<'a> Info<'a> {
             "disk": {
                 "fs": self.disk.file_system,
                 "device": self.disk.device.as_ref().map(|device| device.name.clone()),
-                "access": self.disk.access,
+                "access": self.disk.access.as_ref().ok(),
+                "error": self.disk.access.as_ref().err(),
                 "free": self.disk.free_bytes,
             },
-            "io_uring": { "available": self.ring.is_ok(), "reason": self.ring.as_ref().err() },
+            "io_uring": {
+                "available": self.ring.as_ref().map(Result::is_ok),
+                "reason": self.ring.as_ref().and_then(|ring| ring.as_ref().err()),
+            },
         })
     }
 }

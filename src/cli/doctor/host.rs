@@ -130,12 +130,7 @@ pub fn files(
 
 /// How fast the drive reads experts, and where they lie on it.
 pub fn drive(machine: &Machine, checkpoint: &Checkpoint, engine: &EngineConfig, report: &mut Report) {
-    let token: u64 = checkpoint.experts.layers[..checkpoint.arch.layers.len()]
-        .iter()
-        .flatten()
-        .filter_map(|layer| layer.first())
-        .map(|expert| expert.bytes() * checkpoint.arch.moe.top_k as u64)
-        .sum();
+    let token = checkpoint.token_expert_bytes();
     match speed::drive(checkpoint, engine) {
         Ok(measured) => {
             let seconds = token as f64 / (measured.gb_s * 1e9);
@@ -158,8 +153,7 @@ pub fn drive(machine: &Machine, checkpoint: &Checkpoint, engine: &EngineConfig, 
 
 /// How many reads an expert takes, and which drives hold them.
 fn placement(machine: &Machine, checkpoint: &Checkpoint, report: &mut Report) {
-    let experts = || checkpoint.experts.layers[..checkpoint.arch.layers.len()].iter().flatten().flatten();
-    let pieces = experts().map(ExpertSource::pieces).max().unwrap_or(1);
+    let pieces = checkpoint.routed().flatten().map(ExpertSource::pieces).max().unwrap_or(1);
     let mut drives: Vec<String> = checkpoint
         .tensors
         .paths()
