@@ -29,8 +29,10 @@ pub struct Budget {
     pub kv: u64,
     /// Rebuilt keys and values of explicit attention; 0 where it is never used.
     pub reconstruction: u64,
-    /// Scratch of a step and of its experts.
+    /// Scratch of a step, its experts' aside.
     pub activations: u64,
+    /// Scratch that the experts of a step are computed in. The slabs that a step uses are those of the expert pool.
+    pub working: u64,
     /// What the kernel's page cache is left; 0 where reads go around it.
     pub page_cache: u64,
     /// Bytes of a slab for every expert.
@@ -93,8 +95,10 @@ pub struct Demand<'a> {
     pub kv: u64,
     /// Rebuilt keys and values.
     pub reconstruction: u64,
-    /// Scratch.
+    /// Scratch of a step.
     pub activations: u64,
+    /// Scratch of its experts.
+    pub working: u64,
     /// Bytes of the files that are read through the page cache and stay in it.
     pub buffered: u64,
     /// A slab for every expert: every model has some, and all sizes are above 0.
@@ -111,6 +115,7 @@ impl Demand<'_> {
             kv: self.kv,
             reconstruction: self.reconstruction,
             activations: self.activations,
+            working: self.working,
             page_cache: 0,
             every_expert: self.experts.iter().map(Slabs::all).sum(),
             slabs: self.experts.iter().map(|all| Slabs { count: count.min(all.count), ..*all }).collect(),
@@ -157,7 +162,7 @@ impl Budget {
 
     /// Bytes of everything but the expert pool.
     fn fixed(&self) -> u64 {
-        self.program + self.resident + self.kv + self.reconstruction + self.activations + self.page_cache
+        self.program + self.resident + self.kv + self.reconstruction + self.activations + self.working + self.page_cache
     }
 
     /// Bytes of all slabs.
@@ -186,7 +191,7 @@ impl Budget {
             shown(self.resident),
             shown(self.kv),
             shown(self.reconstruction),
-            shown(self.activations),
+            shown(self.activations + self.working),
             shown(self.experts()),
             slabs.join(", "),
         )
@@ -220,7 +225,8 @@ mod tests {
         resident: 350,
         kv: 100,
         reconstruction: 0,
-        activations: 100,
+        activations: 60,
+        working: 40,
         buffered: 0,
         experts: &[Slabs { bytes: 20, count: 1000 }],
     };
@@ -314,7 +320,8 @@ mod tests {
             resident: 3_000_000,
             kv: 246_000,
             reconstruction: 12_000,
-            activations: 2_990_000,
+            activations: 2_000_000,
+            working: 990_000,
             experts: &[slabs(6_543_210, 1000)],
             ..DEMAND
         };

@@ -248,7 +248,8 @@ impl Prepared {
         let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
         let mut room = Room::default();
         let state = State::new(arch, rows, context, threads, explicit, &mut room);
-        let scratch = ExpertScratch::new(arch, rows, &mut room);
+        let mut working = Room::default();
+        let scratch = ExpertScratch::new(arch, rows, &mut working);
         let rope = rope_of(arch, context, &mut room);
         let sampler = Sampler::new(arch.vocab);
         room.add(sampler.bytes());
@@ -268,6 +269,7 @@ impl Prepared {
             kv: KvCache::bytes(arch, context, sparse),
             reconstruction: (rebuilt * size_of::<f32>()) as u64,
             activations: room.bytes(),
+            working: working.bytes(),
             buffered: cached_bytes(&files),
             experts: &table.sizes().iter().map(slabs).collect::<Vec<_>>(),
         };
