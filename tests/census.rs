@@ -190,16 +190,50 @@ fn a_plan_says_what_more_of_each_resource_would_buy() {
         (&1.0.into(), &0.0.into(), &32.into())
     );
     assert_eq!(all["bottleneck"], "arithmetic");
+    // Less is enough too, as long as every expert's slab has its place; below that it does not fit, and nothing is promised.
+    let least = plan(&["--disk", "2", "--what-if", "ram=1M"])["what_if"][0].clone();
+    assert_eq!((&least["predicted_tok_s"], &least["slots"]), (&Value::Null, &Value::Null), "{least}");
+    assert!(least["error"].as_str().unwrap().contains("of memory"), "{least}");
+    let needed = least["needed"].as_u64().unwrap();
+    let asked = [format!("ram={needed}"), format!("ram={}", needed - 1), "ram=1G".to_owned()];
+    let flags: Vec<&str> = asked.iter().flat_map(|change| ["--what-if", change]).collect();
+    let down = plan(&[&["--disk", "2"], &flags[..]].concat());
+    assert_eq!(down["what_if"][0]["slots"], 1, "{down}");
+    assert_eq!((&down["what_if"][1]["slots"], &down["what_if"][2]["slots"]), (&Value::Null, &32.into()), "{down}");
+    let told: Vec<&str> = down["what_if"].as_array().unwrap().iter().map(|w| w["change"].as_str().unwrap()).collect();
+    assert_eq!(told[..2], asked[..2]);
+    let small =
+        program(home.path()).args(["plan", "--ram", "1G", "--what-if", "ram=1M", "-m"]).arg(tiny_model()).output();
+    assert!(stdout(&done(small.unwrap())).contains("ram=1M  "), "as it was typed");
+    // Every expert fits 1G many times over: half of that changes nothing.
+    let roomy = |ram: &str| {
+        let mut asked = program(home.path());
+        asked
+            .args(["plan", "--usage", "off", "--ram", "1G", "--disk", "2", "--json", "--what-if", ram, "-m"])
+            .arg(tiny_model());
+        json(&done(asked.output().unwrap()))["what_if"][0]["expected_hit_rate"].clone()
+    };
+    assert_eq!(roomy("ram=512M"), 1.0);
+    // Everything that is counted is within what may be used, and named as the manual has it.
+    let budget = slow["budget"].as_object().unwrap();
+    let parts =
+        ["program", "resident", "kv", "working", "reconstruction", "activations", "page_cache_reserve", "experts"];
+    let sum: u64 = parts.iter().map(|part| budget[*part].as_u64().unwrap()).sum();
+    assert!(sum <= budget["total"].as_u64().unwrap() && budget["working"].as_u64().unwrap() > 0, "{budget:?}");
+    assert_eq!(budget.len(), parts.len() + 2, "and the total and its source: {budget:?}");
     // Four routed layers, two experts a token of three matrices of 64 x 64 in two bytes.
     assert_eq!(slow["uncached_bytes_per_token"], 4.0 * 2.0 * 3.0 * 64.0 * 64.0 * 2.0);
     // Nothing asked: memory, a second drive, a faster one and cores, each twice what is there.
-    let more: Vec<String> = plan(&["--disk", "2"])["what_if"]
+    let more: Vec<String> = plan(&["--disk", "2", "-t", "2"])["what_if"]
         .as_array()
         .unwrap()
         .iter()
         .map(|change| change["change"].as_str().unwrap().split('=').next().unwrap().to_owned())
         .collect();
     assert_eq!(more, ["ram", "drives", "disk", "cores"]);
+    // One core says nothing of a second.
+    let alone = plan(&["--disk", "2", "-t", "1", "--what-if", "cores=4"]);
+    assert!(alone["what_if"][0]["assumed"].is_string(), "{alone}");
     for bad in ["ram", "disk=0", "gpu=1"] {
         let wrong = program(home.path()).args(["plan", "--what-if", bad]).output().unwrap();
         refused(&wrong, 2, &["--what-if"]);

@@ -86,6 +86,13 @@ impl Machine {
         innermost.map_or_else(|| "unknown".into(), |mount| mount.kind)
     }
 
+    /// Bytes of the largest cache of the first processor; 0 when unknown.
+    pub fn cache_bytes(&self) -> u64 {
+        let caches = self.root.join("sys/devices/system/cpu/cpu0/cache");
+        let sizes = (0..8).map(|index| read(&caches.join(format!("index{index}/size"))));
+        sizes.filter_map(|text| super::size::parse(text.trim()).ok()).max().unwrap_or(0)
+    }
+
     /// Bytes of memory this process may lock, after raising its limit as far as it may; `None` without a limit or when
     /// it is unknown.
     pub fn lockable(&self) -> Option<u64> {

@@ -9,7 +9,7 @@ use millstream_io::limits::DRIVES_MAX;
 /// A machine that differs from this one.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Change {
-    /// Bytes of memory in all.
+    /// Bytes of memory that the process may use: what `--ram` would say.
     pub ram: Option<u64>,
     /// What the drive reads, in GB/s.
     pub disk: Option<f64>,
@@ -53,12 +53,19 @@ fn rate(text: &str) -> Result<f64, String> {
     crate::cli::args::parse_rate(number).map_err(|why| format!("disk: {why}"))
 }
 
+/// A size in the largest unit that says it exactly.
+fn exact(bytes: u64) -> String {
+    let units = [(1 << 30, "G"), (1_000_000_000, "GB"), (1 << 20, "M"), (1_000_000, "MB")];
+    let whole = units.into_iter().find(|(unit, _)| bytes > 0 && bytes.is_multiple_of(*unit));
+    whole.map_or_else(|| bytes.to_string(), |(unit, name)| format!("{}{name}", bytes / unit))
+}
+
 impl fmt::Display for Change {
-    /// As it is typed.
+    /// As it is typed: what is shown reads back as it was.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
-            self.ram.map(|bytes| format!("ram={}", size::typed(bytes))),
-            self.disk.map(|gb_s| format!("disk={:.3}GB/s", gb_s).replace(".000", "")),
+            self.ram.map(|bytes| format!("ram={}", exact(bytes))),
+            self.disk.map(|gb_s| format!("disk={gb_s}GB/s")),
             self.drives.map(|drives| format!("drives={drives}")),
             self.cores.map(|cores| format!("cores={cores}")),
         ];
@@ -74,7 +81,10 @@ mod tests {
     fn changes_are_read_as_they_are_typed() {
         let change = Change::parse("ram=64G,disk=7GB/s,drives=2,cores=16").unwrap();
         assert_eq!(change, Change { ram: Some(64 << 30), disk: Some(7.0), drives: Some(2), cores: Some(16) });
-        assert_eq!(change.to_string(), "ram=64.0G,disk=7GB/s,drives=2,cores=16");
+        assert_eq!(change.to_string(), "ram=64G,disk=7GB/s,drives=2,cores=16");
+        for text in ["ram=64GB", "ram=1536M", "ram=12345678901", "disk=0.0002GB/s", "disk=0.000002GB/s,cores=3"] {
+            assert_eq!(Change::parse(text).unwrap().to_string(), text);
+        }
         for same in ["disk=7", "disk=7G", "disk=7GB", "disk=7.0GB/s"] {
             assert_eq!(Change::parse(same), Ok(Change { disk: Some(7.0), ..Change::default() }), "{same}");
         }

@@ -5,20 +5,22 @@ mod change;
 mod show;
 pub mod speed;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use crate::checkpoint::Checkpoint;
-use crate::engine::budget::Budget;
+use crate::engine::budget::{Budget, TooSmall};
 use crate::engine::config::DEFAULT_CONTEXT;
 use crate::engine::predict::{self, Drive, Prediction, Speeds, Work};
-use crate::engine::{Engine, EngineConfig, StageGraph, Switch};
+use crate::engine::{Engine, EngineConfig, EngineError, Memory, StageGraph, Switch};
+use crate::kernels::Format;
 
 use super::args::{self, EngineArgs, Ram, RunArgs};
 use super::config::{self, RunConfig};
 use super::machine::Machine;
 use super::tuning::{self, Lookup};
 use super::usage::{Usage, UsageChoice};
-use super::{Done, Failure, job, output, render};
+use super::{Done, Failure, job, output, render, size};
 use change::Change;
 
 /// Flags of `plan`.
@@ -28,9 +30,10 @@ Examples:
   millstream plan -m /models/glm-5.2-int4 --ram 16G --what-if ram=64G,disk=7GB/s
   millstream plan -m /models/glm-5.2-int4 --graph --dot | dot -Tsvg > step.svg
 
-Nothing is loaded. What the cache will find follows from the model's history of selections; without one it is what any \
-cache does when every expert is chosen as often as every other, and real models choose some far more often. Processor \
-and drive are measured for less than a second, the drive only where neither --disk nor a tuning profile says what it reads.
+Nothing is loaded. What the cache will find follows from the model's history of selections; without one it is what a \
+cache that counts does when every expert is chosen as often as every other, and real models choose some far more often. \
+Processor and drive are measured for about a second, longer where the drive is slow; the drive only where neither --disk \
+nor a tuning profile says what it reads.
 Exit codes: 0 done, 1 the work failed, 2 usage.")]
 pub struct PlanArgs {
     /// Model directory [default: the model that comes with the program]
@@ -51,7 +54,8 @@ pub struct PlanArgs {
     /// Where selections are remembered: auto, off or a file, as run has it [default: auto]
     #[arg(long, value_name = "WHERE", value_parser = UsageChoice::parse)]
     usage: Option<UsageChoice>,
-    /// What another machine would make of it, such as ram=64G,disk=7GB/s,drives=2,cores=16; may be given again
+    /// What another machine would make of it, such as ram=64G,disk=7GB/s,drives=2,cores=16, where ram is what --ram would
+    /// say there; may be given again
     #[arg(long, value_name = "CHANGES", value_parser = Change::parse)]
     what_if: Vec<Change>,
     /// Read ahead what the next layer's router will probably choose: auto, on or off [default: auto]
@@ -109,10 +113,13 @@ struct Plan {
     speeds: Speeds,
     disk: Disk,
     cores: u64,
-    /// What twice the cores make of arithmetic: what the second half of them made, as it was measured.
-    doubled: f64,
+    /// What twice the cores make of arithmetic: what the second half of them made, as it was measured; `None` of one core.
+    doubled: Option<f64>,
+    /// Of the experts that are read, the share that is known a layer ahead.
+    guessed: f64,
     here: Expected,
-    what_if: Vec<(Change, Expected)>,
+    /// Machines the model would not fit have the reason.
+    what_if: Vec<(Change, Result<Expected, TooSmall>)>,
     /// Whether the user asked for the changes.
     asked: bool,
 }
@@ -124,6 +131,8 @@ struct Expected {
     hit_rate: f64,
     bytes_per_token: f64,
     prediction: Option<Prediction>,
+    /// What of it is not measured but assumed.
+    assumed: Option<&'static str>,
 }
 
 impl Plan {
@@ -139,21 +148,11 @@ impl Plan {
         let (usage, warning) = Usage::open(&config.usage, checkpoint, machine);
         warning.iter().for_each(|line| render::note(false, line));
         let work = Work::of(checkpoint);
-        let layers = &checkpoint.experts.layers[..checkpoint.arch.layers.len()];
-        let bytes: u64 = layers.iter().flatten().flatten().map(|expert| expert.bytes()).sum();
-        let expert_bytes = bytes as f64 / work.experts.max(1) as f64;
+        let expert_bytes = checkpoint.token_expert_bytes() as f64 / (work.layers * work.top_k).max(1) as f64;
         let (drive, disk) = drive(args, checkpoint, &engine, expert_bytes, machine);
-        let kernels = speed::kernels(checkpoint, &work, &engine, config.threads);
-        let doubled = match config.threads {
-            1 => 2.0,
-            threads => {
-                let half = speed::kernels(checkpoint, &work, &engine, threads / 2);
-                let gains = kernels.iter().map(|(format, rate)| rate / half.get(format).copied().unwrap_or(*rate));
-                (gains.sum::<f64>() / kernels.len().max(1) as f64).clamp(1.0, 2.0)
-            }
-        };
+        let (kernels, doubled) = arithmetic(checkpoint, &work, &engine, config.threads, machine);
         let source = if config.ram.is_some() { "asked for".to_owned() } else { machine.memory.source.clone() };
-        let nothing = Expected { slots: 0, hit_rate: 0.0, bytes_per_token: 0.0, prediction: None };
+        let nothing = Expected { slots: 0, hit_rate: 0.0, bytes_per_token: 0.0, prediction: None, assumed: None };
         let mut plan = Plan {
             source,
             expert_bytes,
@@ -162,33 +161,49 @@ impl Plan {
             disk,
             cores: config.threads as u64,
             doubled,
+            guessed: engine.switches.guesses().map_or(0.0, |_| predict::GUESSED),
             here: nothing,
             what_if: vec![],
             asked: !args.what_if.is_empty(),
             work,
             budget,
         };
-        plan.here = plan.expected(&Change::default());
-        let changes = if plan.asked { args.what_if.clone() } else { plan.one_more() };
-        plan.what_if = changes.into_iter().map(|change| (change, plan.expected(&change))).collect();
+        plan.here = plan.expected(&Change::default(), plan.budget.slots());
+        for change in if plan.asked { args.what_if.clone() } else { plan.one_more() } {
+            let divided = match change.ram {
+                None => Ok(plan.budget.slots()),
+                Some(ram) => {
+                    let engine = EngineConfig { memory: Memory::Total(Some(ram)), ..engine.clone() };
+                    Engine::plan(checkpoint, &engine).map(|budget| budget.slots())
+                }
+            };
+            let expected = match divided {
+                Ok(slots) => Ok(plan.expected(&change, slots)),
+                Err(EngineError::TooSmall(too_small)) => Err(too_small),
+                Err(other) => return Err(job::engine_failure(other)),
+            };
+            plan.what_if.push((change, expected));
+        }
         Ok(plan)
     }
 
-    /// One more of each resource: as much memory again, a second drive, a drive twice as fast, as many cores again.
+    /// One more of each resource: twice the memory it may use, a second drive, a drive twice as fast, as many cores again
+    /// where it is known what those that are there make of one another.
     fn one_more(&self) -> Vec<Change> {
         let nothing = Change::default();
         let mut changes = vec![Change { ram: Some(2 * self.budget.total), ..nothing }];
         if let Ok((gb_s, ..)) = self.disk {
             changes.push(Change { drives: Some(2), ..nothing });
-            changes.push(Change { disk: Some(2.0 * gb_s), ..nothing });
+            changes.push(Change { disk: Some(size::short(2.0 * gb_s)), ..nothing });
         }
-        changes.push(Change { cores: Some(2 * self.cores), ..nothing });
+        if self.doubled.is_some() {
+            changes.push(Change { cores: Some(2 * self.cores), ..nothing });
+        }
         changes
     }
 
-    /// What `change` would make of a token.
-    fn expected(&self, change: &Change) -> Expected {
-        let slots = self.slots(change.ram.unwrap_or(self.budget.total));
+    /// What `change` would make of a token, with memory for `slots` experts.
+    fn expected(&self, change: &Change, slots: u64) -> Expected {
         let evenly = slots as f64 / self.work.experts.max(1) as f64;
         let hit_rate = predict::hit_rate(&self.history, slots).unwrap_or(evenly).min(1.0);
         let mut speeds = self.speeds.clone();
@@ -201,8 +216,15 @@ impl Plan {
         if let Some(drives) = change.drives {
             speeds.drive = speeds.drive.map(|drive| drive.beside(drives as f64));
         }
+        let mut assumed = None;
         if let Some(cores) = change.cores {
-            let factor = self.doubled.powf((cores as f64 / self.cores.max(1) as f64).log2());
+            let doublings = (cores as f64 / self.cores as f64).log2();
+            assumed = match self.doubled {
+                None if doublings > 0.0 => Some("each core is assumed to compute as much as the one here"),
+                Some(_) if doublings > 1.0 => Some("far from what was measured: memory may not keep up"),
+                _ => None,
+            };
+            let factor = self.doubled.unwrap_or(2.0).powf(doublings);
             speeds.kernels.values_mut().for_each(|rate| *rate *= factor);
         }
         let used = (self.work.layers * self.work.top_k) as f64;
@@ -210,17 +232,31 @@ impl Plan {
             slots,
             hit_rate,
             bytes_per_token: used * self.expert_bytes * (1.0 - hit_rate),
-            prediction: Prediction::of(&self.work, &speeds, hit_rate),
+            prediction: Prediction::of(&self.work, &speeds, hit_rate, self.guessed),
+            assumed,
         }
     }
+}
 
-    /// Slots that `total` bytes of memory have room for, where everything else takes what it takes here.
-    fn slots(&self, total: u64) -> u64 {
-        let (more, less) = (total.saturating_sub(self.budget.total), self.budget.total.saturating_sub(total));
-        let slab = (self.budget.experts() / self.budget.slots().max(1)).max(1);
-        let slots = self.budget.slots() + more / slab;
-        slots.saturating_sub(less.div_ceil(slab)).clamp(1, self.work.experts.max(1))
-    }
+/// How fast `threads` compute, and what twice as many would make of it: as much as doubling half of them did.
+fn arithmetic(
+    checkpoint: &Checkpoint,
+    work: &Work,
+    engine: &EngineConfig,
+    threads: usize,
+    machine: &Machine,
+) -> (BTreeMap<Format, f64>, Option<f64>) {
+    let half = threads / 2;
+    let teams: Vec<usize> = [threads, half].into_iter().filter(|&team| team > 0).collect();
+    let mut measured = speed::kernels(checkpoint, work, engine, &teams, speed::walk_bytes(machine)).into_iter();
+    let kernels = measured.next().unwrap_or_default();
+    let doubled = measured.next().map(|of_half| {
+        let gains = kernels.iter().map(|(format, rate)| rate / of_half.get(format).copied().unwrap_or(*rate));
+        let gain = gains.sum::<f64>() / kernels.len().max(1) as f64;
+        // Of an odd count the half is less than half.
+        gain.powf(1.0 / (threads as f64 / half as f64).log2()).clamp(1.0, 2.0)
+    });
+    (kernels, doubled)
 }
 
 /// What the drive reads in GB/s, who says so, and what makes it doubtful; or why it is not known.

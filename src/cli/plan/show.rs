@@ -6,6 +6,7 @@ use serde_json::{Value as Json, json};
 
 use crate::cli::{render, size};
 use crate::engine::StageGraph;
+use crate::engine::budget::TooSmall;
 use crate::engine::predict::Prediction;
 
 use super::{Expected, Plan};
@@ -14,8 +15,7 @@ use super::{Expected, Plan};
 pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
     let (work, here) = (&plan.work, &plan.here);
     let used = work.layers * work.top_k;
-    let selections: u64 = plan.history.iter().sum();
-    let basis = match selections {
+    let basis = match plan.history.iter().sum::<u64>() {
         0 => "chosen evenly, for want of a history".to_owned(),
         count => format!("by a history of {} selections", size::grouped(count)),
     };
@@ -38,6 +38,10 @@ pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
             let _ = writeln!(text, "drive:   not measured: {why}; --disk says what it reads");
         }
     }
+    if plan.guessed > 0.0 {
+        let _ =
+            writeln!(text, "ahead:   {:.0} % of what is read is taken to be known a layer ahead", 100.0 * plan.guessed);
+    }
     let kernels = plan.speeds.kernels.iter().map(|(format, rate)| format!("{format} {:.1} GB/s", rate / 1e9));
     let _ = writeln!(text, "kernels: {} on {} threads (measured)", kernels.collect::<Vec<_>>().join(", "), plan.cores);
     match &here.prediction {
@@ -56,7 +60,7 @@ pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
     }
     text += if plan.asked { "\nwhat if:\n" } else { "\none more of each:\n" };
     for (change, expected) in &plan.what_if {
-        let _ = writeln!(text, "  {:<44} {}", change.to_string(), outcome(&plan.here, expected));
+        let _ = writeln!(text, "  {:<44} {}", change.to_string(), outcome(&plan.here, expected.as_ref()));
     }
     if let Some(graph) = graph {
         text += &format!("\n{}", graph.text());
@@ -64,7 +68,11 @@ pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
     text
 }
 
-fn outcome(here: &Expected, expected: &Expected) -> String {
+fn outcome(here: &Expected, expected: Result<&Expected, &TooSmall>) -> String {
+    let expected = match expected {
+        Ok(expected) => expected,
+        Err(too_small) => return format!("it does not fit: the least is {}", too_small.typed()),
+    };
     let found = format!("{:.1} % found in memory", 100.0 * expected.hit_rate);
     let Some(p) = &expected.prediction else {
         return format!("{found}, {} read", size::show(expected.bytes_per_token as u64));
@@ -73,20 +81,24 @@ fn outcome(here: &Expected, expected: &Expected) -> String {
         Some(before) => format!(" ({:+.0} %)", 100.0 * (before.token_s / p.token_s - 1.0)),
         None => String::new(),
     };
-    format!("{:.2} tok/s{gain}, {found}, {} binds", p.tok_s(), p.bottleneck.name())
+    let assumed = expected.assumed.map_or_else(String::new, |assumed| format!("; {assumed}"));
+    format!("{:.2} tok/s{gain}, {found}, {} binds{assumed}", p.tok_s(), p.bottleneck.name())
 }
 
 /// The plan for programs.
 pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
     let (budget, here) = (&plan.budget, &plan.here);
     let used = plan.work.layers * plan.work.top_k;
-    let (gb_s, source, doubt) = match &plan.disk {
-        Ok((gb_s, source, doubt)) => (Some(size::short(*gb_s)), *source, doubt.clone()),
-        Err(why) => (None, "unknown", Some(why.clone())),
+    let (gb_s, source, doubt, error) = match &plan.disk {
+        Ok((gb_s, source, doubt)) => (Some(size::short(*gb_s)), *source, doubt.clone(), None),
+        Err(why) => (None, "unknown", None, Some(why.clone())),
     };
     let kernels = plan.speeds.kernels.iter();
     let what_if = plan.what_if.iter().map(|(change, expected)| {
-        let mut object = expectation(expected);
+        let mut object = match expected {
+            Ok(expected) => expectation(expected),
+            Err(too_small) => refusal(too_small),
+        };
         object["change"] = change.to_string().into();
         object["ram"] = change.ram.into();
         object["disk_gb_s"] = change.disk.into();
@@ -102,6 +114,7 @@ pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
             "program": budget.program,
             "resident": budget.resident,
             "kv": budget.kv,
+            "working": budget.working,
             "reconstruction": budget.reconstruction,
             "activations": budget.activations,
             "page_cache_reserve": budget.page_cache,
@@ -111,7 +124,8 @@ pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
         "experts_per_token": used,
         "selections": plan.history.iter().sum::<u64>(),
         "uncached_bytes_per_token": (used as f64 * plan.expert_bytes).round(),
-        "disk": { "gb_s": gb_s, "source": source, "doubt": doubt },
+        "disk": { "gb_s": gb_s, "source": source, "doubt": doubt, "error": error },
+        "guessed": plan.guessed,
         "kernels_gb_s": kernels.map(|(f, rate)| (f.to_string(), size::short(rate / 1e9).into())).collect::<serde_json::Map<_, _>>(),
         "what_if": what_if.collect::<Vec<_>>(),
     });
@@ -139,5 +153,21 @@ fn expectation(expected: &Expected) -> Json {
         "disk_s": p.map(|p| size::short(p.disk_s)),
         "compute_s": p.map(|p| size::short(p.compute_s)),
         "bottleneck": p.map(|p: Prediction| p.bottleneck.name()),
+        "assumed": expected.assumed,
+    })
+}
+
+/// The keys of an [`expectation`] of a machine that is too small.
+fn refusal(too_small: &TooSmall) -> Json {
+    json!({
+        "slots": null,
+        "expected_hit_rate": null,
+        "bytes_per_token": null,
+        "predicted_tok_s": null,
+        "disk_s": null,
+        "compute_s": null,
+        "bottleneck": null,
+        "error": too_small.to_string(),
+        "needed": too_small.needed(),
     })
 }

@@ -1,4 +1,4 @@
-//! How fast drive and processor are: a quick look at each, well under a second.
+//! How fast drive and processor are: a quick look at each, about a second for both unless the drive is slow.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -12,6 +12,7 @@ use millstream_io::{
 };
 
 use crate::checkpoint::{Checkpoint, ExpertSource};
+use crate::cli::machine::Machine;
 use crate::engine::predict::{Drive, Work};
 use crate::engine::{Activations, EngineConfig};
 use crate::kernels::{Format, Input, Kernels, MatrixSpec, Quantized, Team, WeightRef, matmul};
@@ -20,10 +21,10 @@ use crate::kernels::{Format, Input, Kernels, MatrixSpec, Quantized, Team, Weight
 const DRIVE_TIME: Duration = Duration::from_millis(400);
 /// Layers that are read at most, one expert and all of a token in turn.
 const LAYERS_TRIED: usize = 24;
-/// A drive that takes longer for one layer hangs.
+/// A drive that takes longer for the experts of one layer hangs.
 const HUNG_AFTER: Duration = Duration::from_secs(20);
-/// Bytes of weights that kernels walk through: more than caches keep.
-const WALK_BYTES: usize = 64 << 20;
+/// Bytes of weights that kernels walk through at least, and at most where memory allows no more or caches are huge.
+const WALK_BYTES: [u64; 2] = [64 << 20, 1 << 30];
 /// One format is multiplied for about so long.
 const KERNEL_TIME: Duration = Duration::from_millis(25);
 
@@ -46,7 +47,7 @@ pub fn drive(checkpoint: &Checkpoint, engine: &EngineConfig) -> Result<DriveSpee
     measure(checkpoint, engine).map_err(|error| error.to_string())
 }
 
-/// Whether less is stored of a file than it has bytes, by more than the end of a block or a compressed header.
+/// Whether less than half of a file is stored: holes, or a file system that compresses well.
 fn has_holes(path: &std::path::Path) -> bool {
     std::fs::metadata(path).is_ok_and(|meta| meta.blocks() * 512 < meta.len() / 2)
 }
@@ -54,8 +55,7 @@ fn has_holes(path: &std::path::Path) -> bool {
 fn measure(checkpoint: &Checkpoint, engine: &EngineConfig) -> Result<DriveSpeed, IoError> {
     let (mode, kind) = settle(engine.io, engine.device)?;
     let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), mode)?);
-    let layers = &checkpoint.experts.layers[..checkpoint.arch.layers.len()];
-    let experts: Vec<&ExpertSource> = layers.iter().flatten().flatten().collect();
+    let experts: Vec<&ExpertSource> = checkpoint.routed().flatten().collect();
     let many = checkpoint.arch.moe.top_k;
     let order = shuffled(experts.len(), 1);
     let reads: Vec<Segments> = order
@@ -122,10 +122,10 @@ fn burst(device: &mut dyn Device, pool: &SlabPool, reads: &[Segments]) -> Result
         }
     }
     for _ in reads {
-        match device.reap(Wait::AtMost(HUNG_AFTER))? {
+        match device.reap(Wait::AtMost(HUNG_AFTER.saturating_sub(began.elapsed())))? {
             Some(done) => done.result?,
             None => {
-                let cause = format!("a read took longer than {} s", HUNG_AFTER.as_secs());
+                let cause = format!("{} reads took longer than {} s", reads.len(), HUNG_AFTER.as_secs());
                 return Err(IoError::DeviceDied { cause });
             }
         }
@@ -133,31 +133,46 @@ fn burst(device: &mut dyn Device, pool: &SlabPool, reads: &[Segments]) -> Result
     Ok(began.elapsed().as_secs_f64())
 }
 
-/// Bytes of weights of each format of `work` that `threads` multiply in a second with one row, out of memory and in
-/// matrices as an expert has.
-pub fn kernels(checkpoint: &Checkpoint, work: &Work, engine: &EngineConfig, threads: usize) -> BTreeMap<Format, f64> {
+/// Bytes that are more than the caches of `machine` keep: twice the largest, within what is sensible there.
+pub fn walk_bytes(machine: &Machine) -> usize {
+    let [least, most] = WALK_BYTES;
+    // A small part of what is to be had, so that a look takes nothing from others.
+    let most = most.min(machine.memory.available / 8).max(least);
+    (2 * machine.cache_bytes()).clamp(least, most) as usize
+}
+
+/// Bytes of weights of each format of `work` that each of `teams` threads multiply in a second with one row, out of
+/// `walk_bytes` of memory and in matrices as an expert has.
+pub fn kernels(
+    checkpoint: &Checkpoint,
+    work: &Work,
+    engine: &EngineConfig,
+    teams: &[usize],
+    walk_bytes: usize,
+) -> Vec<BTreeMap<Format, f64>> {
     let (rows, cols) = (checkpoint.arch.moe.width, checkpoint.arch.hidden);
     let kernels = engine.isa.and_then(Kernels::for_isa).unwrap_or_else(Kernels::best);
-    let team = Team::new(threads);
     // No code of any format stands for something that is not a number.
-    let weights = vec![0x11u8; WALK_BYTES.max(MatrixSpec { format: Format::F32, rows, cols }.data_bytes())];
+    let weights = vec![0x11u8; walk_bytes.max(MatrixSpec { format: Format::F32, rows, cols }.data_bytes())];
     let values = vec![0.01f32; cols];
     let mut quantized = Quantized::with_capacity(1, cols);
     quantized.quantize(kernels, &values, 1, cols);
     let as_integers = engine.activations == Activations::Int8;
     let input = Input { rows: 1, cols, values: &values, quantized: as_integers.then_some(&quantized) };
     let mut out = vec![0.0f32; rows];
-    let speed = |format: Format| {
+    let mut speed = |team: &Team, format: Format| {
         let spec = MatrixSpec { format, rows, cols };
         let scales: Vec<u8> = 0.01f32.to_le_bytes().repeat(spec.scale_bytes() / 4);
+        let mut matrices = weights.chunks_exact(spec.data_bytes()).cycle();
         let mut rates = Vec::new();
         let began = Instant::now();
         while rates.len() < 2 || began.elapsed() < KERNEL_TIME {
             let (pass, mut bytes) = (Instant::now(), 0);
-            for matrix in weights.chunks_exact(spec.data_bytes()) {
-                matmul(kernels, &team, &WeightRef::new(spec, matrix, &scales), &input, &mut out);
+            // One matrix at least is in memory. Each pass goes on where the last one ended.
+            for matrix in matrices.by_ref() {
+                matmul(kernels, team, &WeightRef::new(spec, matrix, &scales), &input, &mut out);
                 bytes += matrix.len();
-                if pass.elapsed() > KERNEL_TIME {
+                if pass.elapsed() > KERNEL_TIME / 4 {
                     break;
                 }
             }
@@ -166,5 +181,10 @@ pub fn kernels(checkpoint: &Checkpoint, work: &Work, engine: &EngineConfig, thre
         // The first pass finds threads asleep and pages unseen.
         (format, median(&rates[1..]).unwrap_or(1e9))
     };
-    work.formats().into_iter().map(speed).collect()
+    let mut of_teams = Vec::with_capacity(teams.len());
+    for &threads in teams {
+        let team = Team::new(threads);
+        of_teams.push(work.formats().into_iter().map(|format| speed(&team, format)).collect());
+    }
+    of_teams
 }
