@@ -51,7 +51,7 @@ pub struct Past<'a> {
 impl<'a> Past<'a> {
     /// A history, trusted the more the longer it is.
     pub fn of(usage: &'a [u64], top_k: u32) -> Past<'a> {
-        // Sixty-four visits were as good as twice as many where nothing changed, and better where topics did.
+        // Enough to begin well where nothing changes, and soon outweighed where topics do.
         const TRUSTED_VISITS: u64 = 64;
         let visits = TRUSTED_VISITS * pins::confidence(usage) / CONFIDENT_SELECTIONS;
         Past { usage, top_k, visits: visits as u32 }

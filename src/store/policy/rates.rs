@@ -5,10 +5,10 @@ use super::{Key, Layers, Past, Wanted};
 /// One selection.
 const ONE: u32 = 1 << 16;
 
-/// A visit takes one part in so many, as a power of two, from the longer average. 128, 256 and 512 come to nearly the
-/// same: more are better where nothing changes, fewer where topics do.
+/// A visit takes one part in so many, as a power of two, from the longer average. More are better where nothing changes,
+/// fewer where topics do.
 const OFTEN: u32 = 8;
-/// The same of the shorter one: 16 and 32 are alike, 64 are late to notice another topic.
+/// The same of the shorter one: many more would be late to notice another topic.
 const LATELY: u32 = 5;
 
 /// Averages and ages of every expert. Time is counted in visits of the expert's layer: a row of a batch is one.

@@ -3,8 +3,7 @@
 //! A use at the next visit of its layer counts one, and half as much for every round that it is away: what is far will
 //! have been evicted before it comes, whatever is done now. An expert that is chosen at its rate, however long ago it was
 //! chosen last, is worth a sum that can be written down. Real ones are not so: how much more or less an expert is worth
-//! differs from model to model, by how long ago it was chosen and by whether it came more often lately. In one trace an
-//! expert that the last token chose is half again as likely as its rate says, in another ten times. So the worths that
+//! differs from model to model, by how long ago it was chosen and by whether it came more often lately. So the worths that
 //! came true are added up for each kind of expert, beside those that the rates had foretold.
 
 /// Worth of an expert that the next visit of its layer chooses.
