@@ -229,6 +229,41 @@ fn weights_and_scales_that_lie_apart_are_two_reads_and_the_same_bits() {
 }
 
 #[test]
+fn scales_of_rows_are_kept_where_they_take_little_and_are_counted() {
+    let model = far_apart();
+    let prompt = engines::Model::Tiny.prompt(40);
+    let open = |keep_scales: Switch, slabs: usize, activations: Activations| {
+        let arithmetic = Arithmetic { model: engines::Model::Tiny, form: AttentionForm::Absorbed, activations };
+        let setup = Setup { slabs, ..Setup::RESIDENT };
+        let config = EngineConfig { load_mtp: true, keep_scales, ..config(&arithmetic, &setup) };
+        Engine::open(Checkpoint::open(model.path()).unwrap(), &config).unwrap()
+    };
+    for activations in [Activations::Int8, Activations::F32] {
+        let (expected, drafts) = said(&mixed(), activations, &Setup::RESIDENT);
+        let mut useful = Vec::new();
+        for (keep, slabs, kept) in [
+            (Switch::Off, ALL_SLABS, false),
+            (Switch::On, ALL_SLABS, true),
+            (Switch::Auto, ALL_SLABS, true),
+            (Switch::On, 1, true),
+            (Switch::Auto, 1, false),
+        ] {
+            let mut engine = open(keep, slabs, activations);
+            let says = |text: &str| engine.notes().iter().filter(|note| note.contains(text)).count();
+            assert_eq!(says("are kept in memory: 0.02 MB"), usize::from(kept), "{:?}", engine.notes());
+            assert_eq!(says("it takes two reads or more"), usize::from(!kept));
+            assert_same(&expected, &answer(&mut engine, &prompt, 12), &(keep, slabs));
+            let found: Vec<u32> = engine.draft_scores(&prompt).unwrap().iter().map(|score| score.to_bits()).collect();
+            assert!(drafts == found, "{keep:?} {slabs}");
+            useful.push((engine.budget().resident, engine.store().stats().useful_bytes));
+        }
+        // Three vectors of 64 floats for each of 8 experts of four layers; the fifth, in groups, is read with its scales.
+        assert_eq!(useful[1].0 - useful[0].0, 32 * 3 * 64 * 4);
+        assert!(useful[1].1 < useful[0].1 && useful[1] == useful[2], "{useful:?}");
+    }
+}
+
+#[test]
 fn without_the_indexers_shard_attention_is_dense_and_says_so_once() {
     let model = Model::copy_of_files(&mixed());
     fs::remove_file(model.path().join("out-idx-00000.safetensors")).unwrap();

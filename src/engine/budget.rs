@@ -206,7 +206,7 @@ impl fmt::Display for Budget {
 }
 
 /// Bytes in MB of 10^6, or in GB of 10^9 where that is more than a thousand of them.
-fn shown(bytes: u64) -> String {
+pub(super) fn shown(bytes: u64) -> String {
     match bytes {
         0..100_000 => format!("{:.2} MB", bytes as f64 / 1e6),
         100_000..999_950_000 => format!("{:.1} MB", bytes as f64 / 1e6),

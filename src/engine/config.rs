@@ -96,6 +96,9 @@ pub struct EngineConfig {
     pub history: Vec<u64>,
     /// Whether the hottest by that history are kept in memory whatever the policy says.
     pub pins: Switch,
+    /// Whether scales of experts that lie apart from their weights are kept in memory, so that an expert is one read; left
+    /// open, where they take little of what the experts get.
+    pub keep_scales: Switch,
     /// Memory for experts.
     pub memory: Memory,
     /// Bytes the machine and its control group have left.
@@ -154,6 +157,7 @@ impl EngineConfig {
             policy: PolicyKind::default(),
             history: Vec::new(),
             pins: Switch::Auto,
+            keep_scales: Switch::Auto,
             memory: Memory::Total(None),
             available_bytes,
             program_bytes: 0,

@@ -11,6 +11,7 @@ pub mod overlap;
 pub mod predict;
 pub mod quality;
 pub mod sampler;
+mod scales;
 pub mod stats;
 pub mod stop;
 mod switches;
@@ -30,7 +31,7 @@ pub use crate::forward::{Guess, GuessFrom, GuessRule, Observer};
 use crate::kernels::{Kernels, Team};
 use crate::limits::{EXPERT_RECORD_BYTES, TENSOR_INDEX_BYTES, TIMELINE_EVENTS_MAX};
 use crate::meter::{Lap, Meter};
-use crate::model::resident::Plan;
+use crate::model::resident::{Piece, Plan, fill};
 pub use crate::ops::Activations;
 use crate::ops::Compute;
 use crate::ops::room::Room;
@@ -97,6 +98,8 @@ impl Engine {
         let mut notes = checkpoint.notes().to_vec();
         notes.extend(p.files.describe());
         notes.push(p.budget.to_string());
+        notes.extend(scales::note(&p.table));
+        let kept = p.table.kept_scales().clone();
         let (checks, note) = integrity::prepare(config, &checkpoint, &p.files, &p.table, device)?;
         notes.extend(note);
         let sizes: Vec<(usize, usize)> = (p.table.sizes().iter().zip(&p.budget.slabs))
@@ -116,6 +119,11 @@ impl Engine {
         // After the slabs: reading the weights fills memory with pages of their files, and leaves none in pieces as large as
         // slabs want.
         let resident = p.plan.load()?;
+        if kept.bytes > 0 {
+            let piece = |(span, at)| Piece { tensor: "scales of experts".to_owned(), span, at };
+            let pieces: Vec<Piece> = kept.pieces.into_iter().map(piece).collect();
+            experts.store.set_scales(fill(&p.files, &pieces, kept.bytes)?);
+        }
         let opened_in = checkpoint.took();
         let traced = traced::header(&checkpoint, &experts.store);
         let arch = checkpoint.arch;
@@ -240,7 +248,7 @@ impl Prepared {
         let files = Arc::new(FileSet::open_mirrored(checkpoint.tensors.paths(), &mirrors, mode)?);
         let layers = arch.layers.len();
         let drafts = arch.mtp.is_some() && config.load_mtp;
-        let table = ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || drafts)?;
+        let build = |keep| ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || drafts, keep);
         let plan = Plan::new(checkpoint, files.clone(), config.load_mtp)?;
 
         let (rows, threads) = (config.prefill_rows.min(context), config.threads);
@@ -261,19 +269,23 @@ impl Prepared {
             bytes: SlabPool::stride_bytes(size.slab_bytes) as u64,
             count: size.experts as u64,
         };
-        let demand = Demand {
-            ram: None,
-            available: config.available_bytes,
-            program: config.program_bytes + index_bytes(checkpoint, &table),
-            resident: plan.bytes() as u64,
-            kv: KvCache::bytes(arch, context, sparse),
-            reconstruction: (rebuilt * size_of::<f32>()) as u64,
-            activations: room.bytes(),
-            working: working.bytes(),
-            buffered: cached_bytes(&files),
-            experts: &table.sizes().iter().map(slabs).collect::<Vec<_>>(),
+        let (kv, activations, buffered) = (KvCache::bytes(arch, context, sparse), room.bytes(), cached_bytes(&files));
+        let divided = |table: &ExpertTable| {
+            let demand = Demand {
+                ram: None,
+                available: config.available_bytes,
+                program: config.program_bytes + index_bytes(checkpoint, table),
+                resident: (plan.bytes() + table.kept_scales().bytes) as u64,
+                kv,
+                reconstruction: (rebuilt * size_of::<f32>()) as u64,
+                activations,
+                working: working.bytes(),
+                buffered,
+                experts: &table.sizes().iter().map(slabs).collect::<Vec<_>>(),
+            };
+            divide(config, &demand)
         };
-        let budget = divide(config, &demand)?;
+        let (table, budget) = scales::choose(config, build, divided)?;
         Ok(Prepared {
             context,
             sparse,

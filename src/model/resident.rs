@@ -122,11 +122,14 @@ impl Resident {
     }
 }
 
-/// A piece of the arena and the file range that fills it.
-struct Piece {
-    tensor: String,
-    span: FileSpan,
-    at: usize,
+/// A piece of an arena and the file range that fills it.
+pub struct Piece {
+    /// What it is, for an error.
+    pub tensor: String,
+    /// The bytes.
+    pub span: FileSpan,
+    /// Where in the arena.
+    pub at: usize,
 }
 
 /// Gives each matrix its place in the arena.
@@ -264,8 +267,9 @@ impl Placer<'_> {
     }
 }
 
-/// Allocates the arena and reads all pieces, from as many threads as can be had, each a run of the arena of its own.
-fn fill(files: &FileSet, pieces: &[Piece], bytes: usize) -> Result<Arena, ResidentError> {
+/// Allocates an arena and reads all pieces, which do not overlap and come in order, from as many threads as can be had, each
+/// a run of the arena of its own.
+pub fn fill(files: &FileSet, pieces: &[Piece], bytes: usize) -> Result<Arena, ResidentError> {
     const READERS: usize = 4;
     type Job<'a, 'b> = Vec<(&'a Piece, &'b mut [u8])>;
     let mut arena = Arena::new(bytes.max(1)).map_err(|source| ResidentError::Memory { bytes, source })?;

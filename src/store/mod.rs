@@ -16,6 +16,7 @@ mod guesses;
 pub mod history;
 mod placement;
 pub mod policy;
+mod scales;
 mod sizes;
 mod table;
 #[cfg(test)]
@@ -26,7 +27,7 @@ mod watch;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use millstream_io::{Completion, Device, FileSet, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait};
+use millstream_io::{Arena, Completion, Device, FileSet, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait};
 use thiserror::Error;
 
 use crate::kernels::WeightRef;
@@ -38,6 +39,7 @@ use guesses::Guesses;
 use placement::Placement;
 pub use placement::Tier;
 use policy::{Key, PolicyKind, Wanted};
+pub use scales::KeptScales;
 pub use sizes::SlabSize;
 pub use table::{ExpertTable, TableError};
 pub use watch::{Hung, Notice, Vigil, Watch};
@@ -140,6 +142,8 @@ pub struct ExpertStore {
     given_up: bool,
     /// Who is told of long waits, and the files to name.
     watch: Option<(Watch, Arc<FileSet>)>,
+    /// The scales of which the table says that they are kept.
+    scales: Option<Arena>,
     checks: Checks,
     spoilt: Spoilt,
     accounts: Accounts,
@@ -164,6 +168,7 @@ impl ExpertStore {
             dead: None,
             given_up: false,
             watch: None,
+            scales: None,
             checks: Checks::off(),
             spoilt: Spoilt::default(),
             accounts: Accounts::new(&*device),
@@ -176,6 +181,12 @@ impl ExpertStore {
     /// From now on compares the bytes of reads with what `checks`, made for the same table, expects.
     pub fn set_checks(&mut self, checks: Checks) {
         self.checks = checks;
+    }
+
+    /// Takes the scales that [`ExpertTable::kept_scales`] lists, each in its place. Before the first request, where there
+    /// are any.
+    pub fn set_scales(&mut self, scales: Arena) {
+        self.scales = Some(scales);
     }
 
     /// From now on evicts by another policy. Nothing may have been asked for yet.
@@ -348,7 +359,7 @@ impl ExpertStore {
         let Content::Resting(key, slab) = &self.slots[lease.slot as usize] else {
             unreachable!("a leased slot always rests");
         };
-        self.table.weights(*key, slab.bytes())
+        self.table.weights(*key, slab.bytes(), self.scales.as_ref().map_or(&[], Arena::as_slice))
     }
 
     /// Gives a lease back; its slab may now be evicted, and a read that waited for one is submitted.

@@ -1,9 +1,10 @@
 //! Where each expert lies in the files and how it will lie in a slab, worked out once at open.
 
-use millstream_io::{FileSet, FileSpan, IoError, Place, Segments, layout};
+use millstream_io::{FileSet, FileSpan, IoError, Place, Segments, SlabLayout, layout};
 use thiserror::Error;
 
 use super::policy::Layers;
+use super::scales::KeptScales;
 use super::sizes::{SlabSize, group};
 use super::{ExpertKey, ExpertWeights};
 use crate::checkpoint::{ExpertIndex, ExpertSource, MatrixSource};
@@ -32,6 +33,8 @@ struct Entry {
     useful_bytes: u32,
     /// From the first useful byte of the slab to the last, where the expert lies in one piece.
     whole: Option<Place>,
+    /// Whether its scales are not in the slab but among those that are kept.
+    scales_kept: bool,
     gate: Matrix,
     up: Matrix,
     down: Matrix,
@@ -46,19 +49,23 @@ pub struct ExpertTable {
     /// Sizes of slabs, and which of them each layer's experts are read into.
     sizes: Vec<SlabSize>,
     size_of: Vec<Option<u16>>,
+    kept: KeptScales,
 }
 
 impl ExpertTable {
     /// Memory that an expert takes in the table.
     pub const ENTRY_BYTES: u64 = size_of::<Entry>() as u64;
 
-    /// Plans the reads of every expert in `index` for which `wanted(layer)` holds.
+    /// Plans the reads of every expert in `index` for which `wanted(layer)` holds. Where `keep_scales`, scales that lie apart
+    /// from their weights and are few are not part of the reads: the store is to be given them.
     pub fn build(
         index: &ExpertIndex,
         files: &FileSet,
         wanted: impl Fn(usize) -> bool,
+        keep_scales: bool,
     ) -> Result<ExpertTable, TableError> {
-        let mut table = ExpertTable { entries: vec![], first: vec![], widest: 0, sizes: vec![], size_of: vec![] };
+        let kept = KeptScales::default();
+        let mut table = ExpertTable { entries: vec![], first: vec![], widest: 0, sizes: vec![], size_of: vec![], kept };
         let mut layers = Vec::with_capacity(index.layers.len());
         for (layer, experts) in index.layers.iter().enumerate() {
             table.first.push(table.entries.len() as u32);
@@ -67,7 +74,8 @@ impl ExpertTable {
             let mut size = SlabSize { slab_bytes: 0, experts: experts.len() };
             for (expert, source) in experts.iter().enumerate() {
                 let key = ExpertKey { layer: layer as u16, expert: expert as u16 };
-                let (entry, slab_bytes) = plan(source, files).map_err(|source| TableError { key, source })?;
+                let kept = keep_scales.then_some(&mut table.kept);
+                let (entry, slab_bytes) = plan(source, files, kept).map_err(|source| TableError { key, source })?;
                 size.slab_bytes = size.slab_bytes.max(slab_bytes);
                 table.entries.push(entry);
             }
@@ -86,6 +94,16 @@ impl ExpertTable {
     /// Which of the sizes the experts of `layer` need; the layer must have some.
     pub(super) fn size_of(&self, layer: usize) -> usize {
         self.size_of[layer].map_or(0, usize::from)
+    }
+
+    /// Scales that are kept, and their places.
+    pub fn kept_scales(&self) -> &KeptScales {
+        &self.kept
+    }
+
+    /// Whether any expert is gathered from several places.
+    pub fn is_scattered(&self) -> bool {
+        self.entries.iter().any(|entry| entry.segments.len() > 1)
     }
 
     /// Experts in all.
@@ -149,28 +167,45 @@ impl ExpertTable {
         self.entries[self.index(key)].segments.iter().next().map_or((0, 0), |s| (s.file.0, s.offset))
     }
 
-    pub(super) fn weights<'a>(&self, key: ExpertKey, slab: &'a [u8]) -> ExpertWeights<'a> {
+    /// The matrices of an expert that is in `slab`; `kept` are the scales that are kept.
+    pub(super) fn weights<'a>(&self, key: ExpertKey, slab: &'a [u8], kept: &'a [u8]) -> ExpertWeights<'a> {
         let e = &self.entries[self.index(key)];
-        let bytes = |p: Place| &slab[p.at as usize..][..p.len as usize];
-        let matrix = |m: &Matrix| WeightRef::new(m.spec, bytes(m.data), bytes(m.scales));
+        let scales = if e.scales_kept { kept } else { slab };
+        let bytes = |from: &'a [u8], p: Place| &from[p.at as usize..][..p.len as usize];
+        let matrix = |m: &Matrix| WeightRef::new(m.spec, bytes(slab, m.data), bytes(scales, m.scales));
         ExpertWeights { gate: matrix(&e.gate), up: matrix(&e.up), down: matrix(&e.down) }
     }
 }
 
-/// Plans one expert; also returns the slab bytes it needs.
-fn plan(source: &ExpertSource, files: &FileSet) -> Result<(Entry, usize), IoError> {
-    let matrices = [&source.gate, &source.up, &source.down];
-    let mut spans: Vec<FileSpan> = matrices.iter().map(|m| m.data).collect();
-    spans.extend(matrices.iter().filter_map(|m| m.scales));
-    let plan = layout(&spans, files)?;
+/// Plans one expert, without the scales where they are to be kept and lie apart; also returns the slab bytes it needs.
+fn plan(source: &ExpertSource, files: &FileSet, kept: Option<&mut KeptScales>) -> Result<(Entry, usize), IoError> {
+    let matrices = source.matrices();
+    let weights: Vec<FileSpan> = matrices.iter().map(|m| m.data).collect();
+    let scales: Vec<FileSpan> = matrices.iter().filter_map(|m| m.scales).collect();
+    let plan = layout(&[&weights[..], &scales].concat(), files)?;
+    if let Some(kept) = kept.filter(|_| KeptScales::wants(source)) {
+        let alone = layout(&weights, files)?;
+        if alone.segments.len() < plan.segments.len()
+            && let Some(places) = kept.add(&scales)
+        {
+            let (entry, slab_bytes) = placed_as(&matrices, &alone, &alone.places, &places);
+            return Ok((Entry { whole: None, scales_kept: true, ..entry }, slab_bytes));
+        }
+    }
+    let (weights, scales) = plan.places.split_at(matrices.len());
+    Ok(placed_as(&matrices, &plan, weights, scales))
+}
+
+/// The entry of an expert that `plan` reads, its weights and scales in these places.
+fn placed_as(matrices: &[&MatrixSource; 3], plan: &SlabLayout, data: &[Place], scales: &[Place]) -> (Entry, usize) {
     let begin = plan.places.iter().map(|place| place.at).min().unwrap_or(0);
     let end = plan.places.iter().map(|place| place.at + place.len).max().unwrap_or(0);
     let whole = (plan.segments.len() == 1).then_some(Place { at: begin, len: end - begin });
-    let (data, scales) = plan.places.split_at(matrices.len());
     let mut scales = scales.iter().copied();
     let [gate, up, down] = std::array::from_fn(|i| placed(matrices[i], data[i], &mut scales));
-    let entry = Entry { segments: plan.segments, useful_bytes: plan.useful_bytes, whole, gate, up, down };
-    Ok((entry, plan.slab_bytes as usize))
+    let useful_bytes = plan.useful_bytes;
+    let entry = Entry { segments: plan.segments, useful_bytes, whole, scales_kept: false, gate, up, down };
+    (entry, plan.slab_bytes as usize)
 }
 
 fn placed(source: &MatrixSource, data: Place, scales: &mut impl Iterator<Item = Place>) -> Matrix {

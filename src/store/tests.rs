@@ -89,7 +89,7 @@ fn copied(fixture: &mut Fixture, change: impl Fn(&mut [u8])) -> (tempfile::TempD
 
 impl Fixture {
     fn table(&self) -> ExpertTable {
-        ExpertTable::build(&self.index, &self.files, |_| true).unwrap()
+        ExpertTable::build(&self.index, &self.files, |_| true, false).unwrap()
     }
 
     fn store(&self, slabs: usize, device: impl Fn(&SlabPool) -> Box<dyn Device>) -> ExpertStore {
