@@ -6,8 +6,8 @@
 
 Written with numpy and struct alone, so that the engine is compared with numbers that none of its code has made:
 
-- `matrices` holds for each case `CASE.weight` and `CASE.weight.qs` as a container stores them, `CASE.decoded` (F32, each
-  value times its scale, rounded once), `CASE.x` (F32) and `CASE.product` (F64, decoded times x).
+- `matrices` holds for each case `CASE.weight` and `CASE.weight.qs` as a container stores them (NVFP4 as modelopt does),
+  `CASE.decoded` (F32, each value times its scale, rounded once), `CASE.x` (F32) and `CASE.product` (F64, decoded times x).
 - `model` writes decoded.json beside the shards: for each matrix its format and FNV-1a over the 32-bit words of its values.
 
 The layout is that of published containers: shards `out-*`, the MTP layer in `out-mtp-*`, the indexer's weights in
@@ -196,6 +196,41 @@ FORMATS = {
 STAMPS = {"int8": "int8-row", "int4": "int4-row", "int2": "int2-row", "int3-g64": "int3-g64", "fp8-b128": "fp8-e4m3-b128"}
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def encode_nvfp4(weights):
+    """(codes, E4M3 scales, factor): the largest of a run of 16 becomes 6, the largest scale 448."""
+    rows, cols = weights.shape
+    runs = -(-cols // 16)
+    padded = np.zeros((rows, runs * 16), np.float32)
+    padded[:, :cols] = weights
+    most = np.abs(padded.reshape(rows, runs, 16)).max(axis=2)
+    factor = np.float32(most.max() / (6 * 448))
+    scales = nearest_e4m3(most / 6 / factor)
+    step = spread(e4m3_values()[scales] * factor, 16, cols)
+    nearest = np.abs(np.abs(weights / step)[:, :, None] - E2M1).argmin(axis=2)
+    return pack((nearest + 8 * (weights < 0)).astype(np.uint8), 4), scales, factor
+
+
+def decode_nvfp4(codes, scales, factor, cols):
+    """Value times the scale of its run, which the factor is applied to first."""
+    codes = unpack(codes, 4, cols)
+    values = np.where(codes & 8, -E2M1[codes & 7], E2M1[codes & 7])
+    return values * spread(e4m3_values()[scales] * factor, 16, cols)
+
+
+def nvfp4(name, weights):
+    """The three tensors of a weight as modelopt names them, and the values that they mean."""
+    codes, scales, factor = encode_nvfp4(weights)
+    tensors = {
+        name: ("U8", list(codes.shape), codes.tobytes()),
+        f"{name}_scale": ("F8_E4M3", list(scales.shape), scales.tobytes()),
+        f"{name}_scale_2": ("F32", [], factor.astype("<f4").tobytes()),
+    }
+    return tensors, decode_nvfp4(codes, scales, factor, weights.shape[1])
+
+
 def stored(name, weights, format):
     """The two tensors of a weight, and the values that they mean."""
     encode, decode = FORMATS[format]
@@ -211,12 +246,13 @@ def stored(name, weights, format):
 def matrices(out):
     rng = np.random.default_rng(20261130)
     tensors = {}
-    for format in FORMATS:
-        # Two blocks of FP8 down, and columns that leave a part of every group, byte and chunk.
+    for format in [*FORMATS, "nvfp4"]:
+        # Two blocks of FP8 down, and columns that leave a part of every group, byte and chunk; no two groups are as many.
         rows, cols = (130, 131) if format == "fp8-b128" else (2, 779)
         weights = rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(0.05)
         x = rng.standard_normal(cols).astype(np.float32)
-        weight, decoded = stored(f"{format}.weight", weights, format)
+        name = f"{format}.weight"
+        weight, decoded = nvfp4(name, weights) if format == "nvfp4" else stored(name, weights, format)
         tensors.update(weight)
         tensors[f"{format}.decoded"] = ("F32", [rows, cols], decoded.astype("<f4").tobytes())
         tensors[f"{format}.x"] = ("F32", [cols], x.astype("<f4").tobytes())

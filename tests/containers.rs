@@ -13,12 +13,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use engines::{ALL_SLABS, Answer, Arithmetic, Setup, answer, assert_same, config};
+use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::checkpoint::{Checkpoint, MatrixSource, Part, TensorMap, census::Census};
 use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, Switch};
 use millstream::kernels::{Input, Kernels, Team, WeightRef, matmul};
 use millstream_io::{FileSet, FileSpan, IoMode, layout};
 use safetensors::{Model, Shard, Tensor};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 fn containers() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/containers")
@@ -37,9 +38,17 @@ fn bytes_of(map: &TensorMap, source: &MatrixSource) -> (Vec<u8>, Vec<u8>) {
     (read(source.data), source.scales.map(read).unwrap_or_default())
 }
 
+/// The matrix over bytes that [`bytes_of`] gave.
+fn weights_of<'a>(map: &TensorMap, source: &MatrixSource, data: &'a [u8], scales: &'a [u8]) -> WeightRef<'a> {
+    let weights = WeightRef::new(source.spec, data, scales);
+    let Some(factor) = source.factor else { return weights };
+    let file = fs::read(map.path(factor.file)).unwrap();
+    weights.with_factor(f32::from_le_bytes(file[factor.offset as usize..][..4].try_into().unwrap()))
+}
+
 fn decoded(map: &TensorMap, source: &MatrixSource, kernels: &Kernels) -> Vec<f32> {
     let (data, scales) = bytes_of(map, source);
-    let weights = WeightRef::new(source.spec, &data, &scales);
+    let weights = weights_of(map, source, &data, &scales);
     let mut values = vec![0.0; weights.rows() * weights.cols()];
     for (row, values) in values.chunks_mut(weights.cols()).enumerate() {
         kernels.decode_row(&weights, row, values);
@@ -57,7 +66,7 @@ fn every_format_means_what_numpy_says_and_so_do_its_products() {
     let shard = Shard::read(&containers().join("matrices.safetensors"));
     let names = shard.tensors.iter().filter_map(|tensor| tensor.name.strip_suffix(".weight"));
     let names: Vec<&str> = names.collect();
-    assert_eq!(names.len(), 13);
+    assert_eq!(names.len(), 14);
     for name in names {
         let part = |what: &str| shard.get(&format!("{name}.{what}"));
         let (wanted, x) = (floats(part("decoded")), floats(part("x")));
@@ -66,7 +75,7 @@ fn every_format_means_what_numpy_says_and_so_do_its_products() {
         assert_eq!(source.spec.format.to_string(), name);
         let products: Vec<f64> = part("product").data.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect();
         let (data, scales) = bytes_of(&map, &source);
-        let weights = WeightRef::new(source.spec, &data, &scales);
+        let weights = weights_of(&map, &source, &data, &scales);
         for kernels in Kernels::all_available() {
             let values = decoded(&map, &source, kernels);
             assert!(values.iter().zip(&wanted).all(|(a, b)| a.to_bits() == b.to_bits()), "{name} {kernels:?}");
@@ -307,4 +316,122 @@ fn without_the_mtp_shards_there_are_no_drafts_and_the_same_answer() {
     let found = answer(&mut open(model.path(), Activations::Int8, &Setup::RESIDENT), &prompt, 12);
     let expected = answer(&mut open(&mixed(), Activations::Int8, &Setup::RESIDENT), &prompt, 12);
     assert_same(&expected, &found, &"without the layer");
+}
+
+/// One matrix as NVFP4, drawn from `seed`, and what it means: every value is exact in BF16.
+fn nvfp4(name: &str, rows: usize, cols: usize, seed: usize) -> ([Tensor; 3], Vec<f32>) {
+    const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let draw = |at: usize| (at + 1).wrapping_mul(seed * 2 + 2_654_435_761) >> 7;
+    let codes: Vec<u8> = (0..rows * cols / 2).map(|at| draw(at) as u8).collect();
+    // Exponents 5 to 8 of bias 7, every mantissa.
+    let scales: Vec<u8> = (0..rows * cols / 16).map(|at| 0x28 + (draw(at) % 32) as u8).collect();
+    let factor = 2f32.powi(-6);
+    let value = |at: usize| {
+        let (code, scale) = (codes[at / 2] >> (4 * (at % 2)) & 15, scales[at / 16]);
+        let scale = f32::from(8 + (scale & 7)) * 2f32.powi(i32::from(scale >> 3) - 10);
+        let magnitude = E2M1[usize::from(code & 7)] * scale * factor;
+        if code & 8 == 0 { magnitude } else { -magnitude }
+    };
+    let values = (0..rows * cols).map(value).collect();
+    let shape = |per: usize| [rows as u64, (cols / per) as u64];
+    let tensors = [
+        Tensor::new(name, "U8", &shape(2), codes.clone()),
+        Tensor::new(&format!("{name}_scale"), "F8_E4M3", &shape(16), scales.clone()),
+        Tensor::new(&format!("{name}_scale_2"), "F32", &[], factor.to_le_bytes().to_vec()),
+    ];
+    (tensors, values)
+}
+
+/// The tiny model with its experts as modelopt stores NVFP4, and what they mean.
+fn as_nvfp4() -> (Model, BTreeMap<String, Vec<f32>>) {
+    let model = Model::tiny();
+    let mut meant = BTreeMap::new();
+    model.edit_shard(|shard| {
+        let is_expert = |tensor: &&Tensor| tensor.name.contains(".mlp.experts.");
+        let experts: Vec<Tensor> = shard.tensors.iter().filter(is_expert).cloned().collect();
+        shard.tensors.retain(|tensor| !is_expert(&tensor));
+        for (seed, Tensor { name, shape, .. }) in experts.into_iter().enumerate() {
+            let (tensors, values) = nvfp4(&name, shape[0] as usize, shape[1] as usize, seed);
+            shard.tensors.extend(tensors);
+            let module = name.strip_suffix("weight").unwrap();
+            shard.tensors.push(Tensor::new(&format!("{module}input_scale"), "F32", &[], vec![0; 4]));
+            meant.insert(name, values);
+        }
+    });
+    model.edit_config(|config| {
+        let quantization = json!({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]});
+        config.insert("quantization_config".to_owned(), quantization);
+    });
+    (model, meant)
+}
+
+#[test]
+fn nvfp4_is_converted_with_both_its_scales_and_refused_where_it_would_run() {
+    let (model, meant) = as_nvfp4();
+    assert_eq!(meant.len(), 5 * 8 * 3);
+    let checkpoint = Checkpoint::open(model.path()).unwrap();
+    assert!(checkpoint.formats().any(|format| format.to_string() == "nvfp4"));
+    let census = Census::take(&checkpoint).unwrap();
+    assert_eq!(census.part(Part::Experts).bytes, 4 * 8 * 3 * (64 * 32 + 64 * 4 + 4));
+    let arithmetic =
+        Arithmetic { model: engines::Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let refused = Engine::plan(&checkpoint, &config(&arithmetic, &Setup::RESIDENT)).unwrap_err();
+    let text = refused.to_string();
+    for part in ["model.safetensors", "model.layers.1.mlp.experts.0.gate_proj.weight", "nvfp4"] {
+        assert!(text.contains(part), "{text}");
+    }
+
+    let out = tempfile::tempdir().unwrap();
+    let dir = out.path().join("bf16");
+    let exact = ConvertOptions { experts: Width::Bits16, mtp: Width::Bits16, ..ConvertOptions::default() };
+    convert(model.path(), &dir, &exact, &mut |_| {}).unwrap();
+    let shards = fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().path());
+    let shards = shards.filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+    let mut found = 0;
+    for tensor in shards.flat_map(|path| Shard::read(&path).tensors) {
+        let Some(values) = meant.get(&tensor.name) else { continue };
+        let stored: Vec<u8> = values.iter().flat_map(|v| ((v.to_bits() >> 16) as u16).to_le_bytes()).collect();
+        assert!(values.iter().all(|value| value.to_bits() & 0xffff == 0));
+        assert_eq!((tensor.dtype.as_str(), tensor.data == stored), ("BF16", true), "{}", tensor.name);
+        found += 1;
+    }
+    assert_eq!(found, meant.len());
+    // What was made of it runs, though its config.json still says what it was.
+    for (name, options) in [("bf16", exact), ("int4", ConvertOptions::default())] {
+        let dir = out.path().join(name);
+        convert(model.path(), &dir, &options, &mut |_| {}).unwrap();
+        answer(&mut open(&dir, Activations::Int8, &Setup::RESIDENT), &engines::Model::Tiny.prompt(9), 3);
+    }
+    let repack = ConvertOptions { repack: true, ..ConvertOptions::default() };
+    let refused = convert(model.path(), &out.path().join("same"), &repack, &mut |_| {}).unwrap_err().to_string();
+    assert!(refused.contains("nvfp4"), "{refused}");
+}
+
+#[test]
+fn nvfp4_by_halves_or_in_another_layout_is_refused_by_name() {
+    const NAME: &str = "model.layers.2.mlp.experts.3.up_proj.weight";
+    let refused = |edit: &dyn Fn(&mut Shard), parts: &[&str]| {
+        let (model, _) = as_nvfp4();
+        model.edit_shard(edit);
+        let error = Checkpoint::open(model.path()).unwrap_err().to_string();
+        for part in [&["model.safetensors", NAME][..], parts].concat() {
+            assert!(error.contains(part), "{part} in {error}");
+        }
+    };
+    let part = |suffix: &str| format!("{NAME}{suffix}");
+    let replaced = |suffix: &str, dtype: &'static str, shape: &'static [u64], bytes: usize| {
+        let name = part(suffix);
+        move |shard: &mut Shard| *shard.get_mut(&name) = Tensor::new(&name, dtype, shape, vec![0; bytes])
+    };
+    refused(&|shard| drop(shard.remove(&part("_scale_2"))), &["_scale_2", "F32, one value"]);
+    refused(&|shard| drop(shard.remove(&part("_scale"))), &["needs the scales", "F8_E4M3 [64, 4]"]);
+    refused(&replaced("_scale", "U8", &[64, 4], 256), &["_scale: dtype", "expected F8_E4M3", "found U8"]);
+    refused(&replaced("_scale", "F8_E4M3", &[64, 2], 128), &["_scale: shape", "[64, 4]", "[64, 2]"]);
+    refused(&replaced("_scale_2", "F32", &[2], 8), &["_scale_2: shape", "one value", "[2]"]);
+    refused(&replaced("", "U8", &[64, 64], 4096), &["shape", "expected [64, 32]", "found [64, 64]"]);
+    refused(&|shard| shard.get_mut(NAME).name.push_str("_packed"), &["weight_packed", "compressed-tensors"]);
+    let (model, _) = as_nvfp4();
+    model.edit_config(|config| config["quantization_config"]["quant_algo"] = json!("FP8"));
+    let error = Checkpoint::open(model.path()).unwrap_err().to_string();
+    assert!(error.contains("quantization_config.quant_algo") && error.contains("\"NVFP4\""), "{error}");
 }

@@ -33,7 +33,8 @@ impl Tally {
     }
 
     fn add(&mut self, source: &MatrixSource) {
-        let bytes = source.data.len + source.scales.map_or(0, |scales| scales.len);
+        let parts = [Some(source.data), source.scales, source.factor];
+        let bytes = parts.iter().flatten().map(|span| span.len).sum();
         *self = self.and(Tally { tensors: 1, weights: (source.spec.rows * source.spec.cols) as u64, bytes });
     }
 }
@@ -154,8 +155,13 @@ impl Sample {
             let data = first(source.data, row.data_bytes())?;
             let stored = source.scales.map_or(Ok(vec![]), |span| first(span, row.scale_bytes()))?;
             values = vec![0.0; cols];
-            Kernels::best().decode_row(&WeightRef::new(row, &data, &stored), 0, &mut values);
-            scales = stored.as_chunks().0.iter().take(most).map(|bytes| f32::from_le_bytes(*bytes)).collect();
+            let mut weights = WeightRef::new(row, &data, &stored);
+            if let Some(span) = source.factor {
+                let factor = first(span, 4)?;
+                weights = weights.with_factor(f32::from_le_bytes(factor.as_chunks().0[0]));
+            }
+            Kernels::best().decode_row(&weights, 0, &mut values);
+            scales = (0..format.scale_count(1, cols).min(most)).map(|index| weights.scale(index)).collect();
             values.truncate(most);
         }
         Ok(Some(Sample {
@@ -181,7 +187,7 @@ fn plain(tensor: &TensorInfo) -> Option<MatrixSource> {
         _ => return None,
     };
     let cols = (tensor.bytes / tensor.dtype.bytes()).min(1 << 10) as usize;
-    Some(MatrixSource { spec: MatrixSpec { format, rows: 1, cols }, data: tensor.span(), scales: None })
+    Some(MatrixSource { spec: MatrixSpec { format, rows: 1, cols }, data: tensor.span(), scales: None, factor: None })
 }
 
 fn read_first(checkpoint: &Checkpoint, span: FileSpan, bytes: usize) -> Result<Vec<u8>> {

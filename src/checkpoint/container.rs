@@ -5,7 +5,7 @@
 
 use super::error::{CheckpointError, Result};
 use super::tensors::{Dtype, TensorInfo, TensorMap};
-use crate::kernels::{Format, MatrixSpec};
+use crate::kernels::{Format, MatrixSpec, NVFP4_GROUP};
 use millstream_io::FileSpan;
 
 /// Group sizes a container may use, in the order in which they are tried.
@@ -14,6 +14,11 @@ pub const GROUP_SIZES: [u16; 8] = [16, 32, 48, 64, 96, 128, 192, 256];
 pub const SCALES_SUFFIX: &str = ".qs";
 /// Suffix of the block scales of an FP8 weight.
 pub const FP8_SCALES_SUFFIX: &str = "_scale_inv";
+
+/// Suffix of the E4M3 scales of an NVFP4 weight, and of the factor of the whole.
+pub const NVFP4_SCALES_SUFFIX: &str = "_scale";
+/// See [`NVFP4_SCALES_SUFFIX`].
+pub const NVFP4_FACTOR_SUFFIX: &str = "_scale_2";
 
 /// Where a matrix lies and how to read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +29,8 @@ pub struct MatrixSource {
     pub data: FileSpan,
     /// The scales, `spec.scale_bytes()` long; `None` for formats that store values themselves.
     pub scales: Option<FileSpan>,
+    /// The factor of the whole matrix, an f32, which NVFP4 has.
+    pub factor: Option<FileSpan>,
 }
 
 /// The name of a format in a container's metadata; grouped int4 of any size has one.
@@ -38,17 +45,20 @@ pub fn stamp_name(format: Format) -> &'static str {
         Format::Int4Group { .. } => "int4-grouped",
         Format::Int3Group => "int3-g64",
         Format::Int2Row => "int2-row",
+        Format::Nvfp4 => "nvfp4",
     }
 }
 
-/// Name of the scales that the weight `name` is read with; `None` for one that stores values themselves.
-pub(crate) fn scales_of(tensors: &TensorMap, name: &str) -> Option<String> {
-    let suffix = match tensors.get(name)?.dtype {
-        Dtype::U8 => SCALES_SUFFIX,
-        Dtype::F8E4M3 => FP8_SCALES_SUFFIX,
-        _ => return None,
-    };
-    Some(format!("{name}{suffix}"))
+/// Whether the weight `name` is read together with the tensor whose name is longer by `suffix`.
+pub(crate) fn is_read_with(tensors: &TensorMap, name: &str, suffix: &str) -> bool {
+    match tensors.get(name).map(|tensor| tensor.dtype) {
+        Some(Dtype::F8E4M3) => suffix == FP8_SCALES_SUFFIX,
+        Some(Dtype::U8) if suffix == SCALES_SUFFIX => true,
+        Some(Dtype::U8) if [NVFP4_SCALES_SUFFIX, NVFP4_FACTOR_SUFFIX].contains(&suffix) => {
+            tensors.get(&format!("{name}{SCALES_SUFFIX}")).is_none()
+        }
+        _ => false,
+    }
 }
 
 impl TensorMap {
@@ -83,6 +93,12 @@ impl TensorMap {
     }
 
     fn required(&self, name: &str, shape: impl Fn() -> String) -> Result<&TensorInfo> {
+        let packed = format!("{name}_packed");
+        if let (None, Some(tensor)) = (self.get(name), self.get(&packed)) {
+            let expected = format!("{name}, as modelopt stores NVFP4");
+            let found = format!("{}, as compressed-tensors does", tensor.describe());
+            return Err(self.tensor_fault(&packed, tensor, "layout", expected, found));
+        }
         self.get(name).ok_or_else(|| CheckpointError::TensorMissing {
             dir: self.dir().to_owned(),
             tensor: name.to_owned(),
@@ -108,7 +124,7 @@ impl TensorMap {
             }
         }
         let spec = MatrixSpec { format, rows, cols };
-        Ok(MatrixSource { spec, data: tensor.span(), scales: None })
+        Ok(MatrixSource { spec, data: tensor.span(), scales: None, factor: None })
     }
 
     fn fp8_matrix(&self, name: &str, tensor: &TensorInfo, rows: usize, cols: usize) -> Result<MatrixSource> {
@@ -118,11 +134,39 @@ impl TensorMap {
         let scales_name = format!("{name}{FP8_SCALES_SUFFIX}");
         let scales = self.scales(name, tensor, &scales_name, &format!("F32 {blocks:?}"))?;
         self.check_shape(&scales_name, scales, &blocks)?;
-        Ok(MatrixSource { spec, data: tensor.span(), scales: Some(scales.span()) })
+        Ok(MatrixSource { spec, data: tensor.span(), scales: Some(scales.span()), factor: None })
+    }
+
+    fn nvfp4_matrix(&self, name: &str, tensor: &TensorInfo, rows: usize, cols: usize) -> Result<MatrixSource> {
+        let spec = MatrixSpec { format: Format::Nvfp4, rows, cols };
+        self.check_shape(name, tensor, &[rows as u64, spec.format.row_bytes(cols) as u64])?;
+        let shape = [rows as u64, cols.div_ceil(NVFP4_GROUP) as u64];
+        let part = |suffix: &str, dtype: Dtype, expected: String| {
+            let name_of_part = format!("{name}{suffix}");
+            let Some(part) = self.get(&name_of_part) else {
+                return Err(self.scale_missing(name, tensor, name_of_part, expected));
+            };
+            if part.dtype == dtype {
+                return Ok((name_of_part, part));
+            }
+            Err(self.tensor_fault(&name_of_part, part, "dtype", dtype.to_string(), part.dtype.to_string()))
+        };
+        let (scales_name, scales) = part(NVFP4_SCALES_SUFFIX, Dtype::F8E4M3, format!("F8_E4M3 {shape:?}"))?;
+        self.check_shape(&scales_name, scales, &shape)?;
+        let (factor_name, factor) = part(NVFP4_FACTOR_SUFFIX, Dtype::F32, "F32, one value".to_owned())?;
+        if factor.bytes != 4 {
+            let found = format!("{:?}", factor.shape);
+            return Err(self.tensor_fault(&factor_name, factor, "shape", "one value".to_owned(), found));
+        }
+        Ok(MatrixSource { spec, data: tensor.span(), scales: Some(scales.span()), factor: Some(factor.span()) })
     }
 
     fn packed_matrix(&self, name: &str, tensor: &TensorInfo, rows: usize, cols: usize) -> Result<MatrixSource> {
         let scales_name = format!("{name}{SCALES_SUFFIX}");
+        let has = |suffix: &str| self.get(&format!("{name}{suffix}")).is_some();
+        if !has(SCALES_SUFFIX) && (has(NVFP4_SCALES_SUFFIX) || has(NVFP4_FACTOR_SUFFIX)) {
+            return self.nvfp4_matrix(name, tensor, rows, cols);
+        }
         let expected = format!("F32, one a row ({rows}) or a group");
         let scales = self.scales(name, tensor, &scales_name, &expected)?;
         let scale_count = scales.bytes / 4;
@@ -145,25 +189,29 @@ impl TensorMap {
             },
         };
         let spec = MatrixSpec { format, rows, cols };
-        Ok(MatrixSource { spec, data: tensor.span(), scales: Some(scales.span()) })
+        Ok(MatrixSource { spec, data: tensor.span(), scales: Some(scales.span()), factor: None })
     }
 
     /// The F32 scales of a quantized weight.
     fn scales(&self, name: &str, tensor: &TensorInfo, scales_name: &str, expected: &str) -> Result<&TensorInfo> {
         let Some(scales) = self.get(scales_name) else {
-            return Err(CheckpointError::ScaleMissing {
-                file: self.path(tensor.file).to_owned(),
-                tensor: name.to_owned(),
-                dtype: tensor.dtype.to_string(),
-                scales: scales_name.to_owned(),
-                expected: expected.to_owned(),
-            });
+            return Err(self.scale_missing(name, tensor, scales_name.to_owned(), expected.to_owned()));
         };
         if scales.dtype != Dtype::F32 {
             let found = scales.dtype.to_string();
             return Err(self.tensor_fault(scales_name, scales, "dtype", "F32".to_owned(), found));
         }
         Ok(scales)
+    }
+
+    fn scale_missing(&self, name: &str, tensor: &TensorInfo, scales: String, expected: String) -> CheckpointError {
+        CheckpointError::ScaleMissing {
+            file: self.path(tensor.file).to_owned(),
+            tensor: name.to_owned(),
+            dtype: tensor.dtype.to_string(),
+            scales,
+            expected,
+        }
     }
 
     fn check_shape(&self, name: &str, tensor: &TensorInfo, shape: &[u64]) -> Result<()> {

@@ -1,5 +1,6 @@
 //! What can be wrong with a checkpoint: values, not prose, so that a caller can show them as it likes.
 
+use crate::kernels::Format;
 use millstream_io::IoError;
 use std::io;
 use std::path::PathBuf;
@@ -123,6 +124,16 @@ pub enum CheckpointError {
         expected: String,
         /// What the shard holds.
         found: String,
+    },
+    /// A weight in a format that can be converted and not computed with.
+    #[error("{}: tensor {tensor}: format: expected one that is computed with, found {format}", file.display())]
+    OnlySource {
+        /// The shard.
+        file: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// Its format.
+        format: Format,
     },
     /// A quantized weight without the tensor that scales it.
     #[error("{}: tensor {tensor} is {dtype} and needs the scales {scales} ({expected}), which no shard holds", file.display())]
@@ -296,6 +307,7 @@ impl CheckpointError {
             CheckpointError::ScaleMissing { .. } => {
                 "fetch the shard that holds the scales; raw codes without scales are never used as weights"
             }
+            CheckpointError::OnlySource { .. } => "make a container of it with millstream convert, and run that",
             CheckpointError::NotFinite { .. } => "the source shard is damaged: fetch it again",
             CheckpointError::ConvertOptions { .. } | CheckpointError::SynthOptions { .. } => {
                 "change the option named above"
@@ -373,7 +385,7 @@ fn config_hint(field: &str, found: &str) -> &'static str {
     } else if field == "model_type" {
         "models of this type are not supported: only those of type glm_moe_dsa and olmoe are"
     } else if field.starts_with("quantization_config.") {
-        "this quantization is not supported: only FP8 (e4m3) in blocks of 128 by 128, and no quantization, are"
+        "this quantization is not supported: only FP8 (e4m3) in blocks of 128 by 128, NVFP4 of modelopt, and none, are"
     } else if field.starts_with("rope_") && ROPE.contains(&last) {
         "this kind of rotary position embedding is not supported: only the default, without scaling, is"
     } else if VARIANT.contains(&field) {

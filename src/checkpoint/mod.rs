@@ -120,6 +120,29 @@ impl Checkpoint {
         tensors.map(|tensor| (tensor.name, tensor.shape)).collect()
     }
 
+    /// Refuses a model of which a matrix is in a format that can only be converted.
+    pub fn check_computable(&self) -> Result<()> {
+        let only_source = |format: Format| format == Format::Nvfp4;
+        if !self.formats().any(only_source) {
+            return Ok(());
+        }
+        let experts = self.experts.layers.iter().enumerate().flat_map(|(layer, experts)| {
+            let count = experts.as_ref().map_or(0, Vec::len);
+            (0..count).flat_map(move |expert| required::expert(&self.arch, layer, expert))
+        });
+        for tensor in required::list(&self.arch).into_iter().chain(experts) {
+            let source = tensor.source(&self.tensors)?;
+            if only_source(source.spec.format) {
+                return Err(CheckpointError::OnlySource {
+                    file: self.tensors.path(source.data.file).to_owned(),
+                    tensor: tensor.name,
+                    format: source.spec.format,
+                });
+            }
+        }
+        Ok(())
+    }
+
     /// Lines worth printing once: parts that are off, files and tensors that are ignored.
     pub fn notes(&self) -> &[String] {
         &self.notes

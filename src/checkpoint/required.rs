@@ -34,7 +34,7 @@ impl Shape {
             _ => Format::F32,
         };
         let spec = MatrixSpec { format, rows: 1, cols: len };
-        Ok(MatrixSource { spec, data: info.span(), scales: None })
+        Ok(MatrixSource { spec, data: info.span(), scales: None, factor: None })
     }
 }
 

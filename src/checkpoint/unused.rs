@@ -1,7 +1,7 @@
 //! What a checkpoint holds and the model does not use: a line about it, unless it changes what a used weight means.
 
 use super::arch::{Arch, MlpKind};
-use super::container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX, scales_of};
+use super::container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX, is_read_with};
 use super::error::{CheckpointError, Result};
 use super::required::Required;
 use super::tensors::TensorMap;
@@ -21,7 +21,7 @@ pub(super) fn note(arch: &Arch, tensors: &TensorMap, required: &[Required]) -> R
     for (name, _) in tensors.iter().filter(|(name, _)| !uses(name)) {
         match owner(name, &uses) {
             None => unused.push(name),
-            Some(weight) if scales_of(tensors, weight).is_some_and(|scales| scales == name) => {}
+            Some(weight) if is_read_with(tensors, weight, &name[weight.len()..]) => {}
             Some(weight) => return Err(ignored(tensors, weight, name)),
         }
     }

@@ -236,6 +236,7 @@ struct Prepared {
 impl Prepared {
     fn new(checkpoint: &Checkpoint, config: &EngineConfig) -> Result<Prepared, EngineError> {
         config.check()?;
+        checkpoint.check_computable()?;
         let arch = &checkpoint.arch;
         let context = context_of(config, arch)?;
         let sparse = sparse_of(config, arch, context)?;

@@ -39,7 +39,9 @@ pub fn encode(
         Format::Int4Group { group } => (4, usize::from(group)),
         Format::Int3Group => (3, INT3_GROUP),
         Format::Int2Row => (2, cols),
-        Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block => return Err(EncodeError::NoEncoder { format }),
+        Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block | Format::Nvfp4 => {
+            return Err(EncodeError::NoEncoder { format });
+        }
     };
     assert_eq!(row.len(), cols, "weights of a row");
     assert_eq!(data.len(), format.row_bytes(cols), "bytes of an encoded row");

@@ -12,6 +12,8 @@ pub const FP8_BLOCK: usize = 128;
 pub const INT3_GROUP: usize = 64;
 /// Bytes of such a group: 16 of two low bits a column, then 8 of the high bits.
 pub(super) const INT3_GROUP_BYTES: usize = 24;
+/// Columns that share a scale in NVFP4.
+pub const NVFP4_GROUP: usize = 16;
 
 /// Storage format of one weight matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -38,6 +40,9 @@ pub enum Format {
     Int3Group,
     /// Four weights a byte, lowest bits first, value `field - 2`, one f32 scale per row.
     Int2Row,
+    /// Two E2M1 floats a byte, the even column in the low nibble, an E4M3 scale per run of 16 columns, and a factor for the
+    /// matrix. Publishers store it; it is a source to convert.
+    Nvfp4,
 }
 
 impl Format {
@@ -47,7 +52,7 @@ impl Format {
             Format::F32 => cols * 4,
             Format::Bf16 | Format::F16 => cols * 2,
             Format::Fp8Block | Format::Int8Row => cols,
-            Format::Int4Row | Format::Int4Group { .. } => cols.div_ceil(2),
+            Format::Int4Row | Format::Int4Group { .. } | Format::Nvfp4 => cols.div_ceil(2),
             Format::Int3Group => cols.div_ceil(INT3_GROUP) * INT3_GROUP_BYTES,
             Format::Int2Row => cols.div_ceil(4),
         }
@@ -58,13 +63,14 @@ impl Format {
         rows * self.row_bytes(cols)
     }
 
-    /// How many f32 scales a matrix has; 0 for formats that store values themselves.
+    /// How many scales a matrix has; 0 for formats that store values themselves.
     pub fn scale_count(self, rows: usize, cols: usize) -> usize {
         match self {
             Format::F32 | Format::Bf16 | Format::F16 => 0,
             Format::Fp8Block => rows.div_ceil(FP8_BLOCK) * cols.div_ceil(FP8_BLOCK),
             Format::Int8Row | Format::Int4Row | Format::Int2Row => rows,
             Format::Int4Group { .. } | Format::Int3Group => rows * cols.div_ceil(self.group(cols)),
+            Format::Nvfp4 => rows * cols.div_ceil(NVFP4_GROUP),
         }
     }
 
@@ -82,14 +88,20 @@ impl Format {
         }
     }
 
+    /// Bytes of a matrix's scales: floats, but for NVFP4.
+    pub fn scale_bytes(self, rows: usize, cols: usize) -> usize {
+        let each = if self == Format::Nvfp4 { 1 } else { 4 };
+        each * self.scale_count(rows, cols)
+    }
+
     /// Weights and scales together, in bytes.
     pub fn total_bytes(self, rows: usize, cols: usize) -> usize {
-        self.data_bytes(rows, cols) + 4 * self.scale_count(rows, cols)
+        self.data_bytes(rows, cols) + self.scale_bytes(rows, cols)
     }
 
     /// Whether the integer path (int8 activations, i32 sums) exists for this format.
     pub fn is_integer(self) -> bool {
-        !matches!(self, Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block)
+        !matches!(self, Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block | Format::Nvfp4)
     }
 }
 
@@ -105,6 +117,7 @@ impl fmt::Display for Format {
             Format::Int4Group { group } => write!(f, "int4-g{group}"),
             Format::Int3Group => f.write_str("int3-g64"),
             Format::Int2Row => f.write_str("int2"),
+            Format::Nvfp4 => f.write_str("nvfp4"),
         }
     }
 }
@@ -128,7 +141,7 @@ impl MatrixSpec {
 
     /// Bytes of the scales.
     pub fn scale_bytes(&self) -> usize {
-        4 * self.format.scale_count(self.rows, self.cols)
+        self.format.scale_bytes(self.rows, self.cols)
     }
 }
 
@@ -138,6 +151,7 @@ pub struct WeightRef<'a> {
     spec: MatrixSpec,
     data: &'a [u8],
     scales: &'a [u8],
+    factor: f32,
 }
 
 impl<'a> WeightRef<'a> {
@@ -145,7 +159,13 @@ impl<'a> WeightRef<'a> {
     pub fn new(spec: MatrixSpec, data: &'a [u8], scales: &'a [u8]) -> Self {
         assert_eq!(data.len(), spec.data_bytes(), "weight bytes of {spec:?}");
         assert_eq!(scales.len(), spec.scale_bytes(), "scale bytes of {spec:?}");
-        WeightRef { spec, data, scales }
+        WeightRef { spec, data, scales, factor: 1.0 }
+    }
+
+    /// The same with a factor of the whole matrix, which NVFP4 has.
+    pub fn with_factor(self, factor: f32) -> Self {
+        assert_eq!(self.spec.format, Format::Nvfp4, "a factor of {:?}", self.spec);
+        WeightRef { factor, ..self }
     }
 
     /// Shape and format.
@@ -173,7 +193,7 @@ impl<'a> WeightRef<'a> {
         self.data
     }
 
-    /// All scale bytes (little-endian f32).
+    /// All scale bytes (little-endian f32, but for NVFP4).
     pub fn scales(&self) -> &'a [u8] {
         self.scales
     }
@@ -184,8 +204,11 @@ impl<'a> WeightRef<'a> {
         &self.data[row * n..][..n]
     }
 
-    /// Scale number `index`.
+    /// Scale number `index`; in NVFP4 times the factor.
     pub fn scale(&self, index: usize) -> f32 {
+        if self.spec.format == Format::Nvfp4 {
+            return e4m3(self.scales[index]) * self.factor;
+        }
         let b = &self.scales[4 * index..][..4];
         f32::from_le_bytes([b[0], b[1], b[2], b[3]])
     }
@@ -194,19 +217,28 @@ impl<'a> WeightRef<'a> {
     pub fn row_range(&self, start: usize, count: usize) -> WeightRef<'a> {
         let spec = MatrixSpec { rows: count, ..self.spec };
         let n = spec.format.row_bytes(spec.cols);
-        let first_scale = match spec.format {
-            Format::Fp8Block => {
-                assert_eq!(start % FP8_BLOCK, 0, "row {start} is inside an FP8 block");
-                spec.format.scale_count(start, spec.cols)
-            }
-            _ => spec.format.scale_count(start, spec.cols),
-        };
+        if spec.format == Format::Fp8Block {
+            assert_eq!(start % FP8_BLOCK, 0, "row {start} is inside an FP8 block");
+        }
+        let first_scale = spec.format.scale_bytes(start, spec.cols);
         WeightRef {
             spec,
             data: &self.data[start * n..][..count * n],
-            scales: &self.scales[4 * first_scale..][..spec.scale_bytes()],
+            scales: &self.scales[first_scale..][..spec.scale_bytes()],
+            factor: self.factor,
         }
     }
+}
+
+/// The value of an E4M3 byte: exponent bias 7, subnormals, no infinities, NaN where all seven low bits are set.
+pub(super) fn e4m3(byte: u8) -> f32 {
+    let mantissa = f32::from(byte & 7);
+    let magnitude = match byte >> 3 & 15 {
+        15 if byte & 7 == 7 => f32::NAN,
+        0 => mantissa * f32::from_bits((127 - 9) << 23),
+        exponent => (8.0 + mantissa) * f32::from_bits((u32::from(exponent) + 127 - 10) << 23),
+    };
+    if byte & 0x80 != 0 { -magnitude } else { magnitude }
 }
 
 #[cfg(test)]
@@ -231,6 +263,7 @@ mod tests {
         assert_eq!(Format::Int4Row.data_bytes(3, 5), 9);
         assert_eq!(Format::Int2Row.data_bytes(3, 5), 6);
         assert_eq!(Format::Int3Group.total_bytes(3, 65), 3 * 2 * (24 + 4));
+        assert_eq!(Format::Nvfp4.total_bytes(3, 17), 3 * (9 + 2));
         assert_eq!(Format::Fp8Block.scale_count(129, 128), 2);
         assert_eq!(Format::Int4Group { group: 64 }.scale_count(2, 65), 4);
     }

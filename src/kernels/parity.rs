@@ -34,6 +34,9 @@ enum Kind {
     Anything,
 }
 
+/// A power of two, so that it adds no rounding.
+const NVFP4_FACTOR: f32 = 0.0625;
+
 struct Matrix {
     spec: MatrixSpec,
     data: Vec<u8>,
@@ -47,6 +50,11 @@ impl Matrix {
         if kind != Kind::Anything {
             tame(format, &mut data, source);
         }
+        if format == Format::Nvfp4 {
+            // Any positive scale but NaN.
+            let scales = (0..spec.scale_bytes()).map(|_| (source.next() % 127) as u8).collect();
+            return Matrix { spec, data, scales };
+        }
         let scales = (0..format.scale_count(rows, cols)).flat_map(|i| {
             let scale = match (kind, i % 3) {
                 (Kind::Extreme, 0) => f32::MAX * source.unit(),
@@ -59,7 +67,8 @@ impl Matrix {
     }
 
     fn weights(&self) -> WeightRef<'_> {
-        WeightRef::new(self.spec, &self.data, &self.scales)
+        let weights = WeightRef::new(self.spec, &self.data, &self.scales);
+        if self.spec.format == Format::Nvfp4 { weights.with_factor(NVFP4_FACTOR) } else { weights }
     }
 
     /// Element by the container's table, with nothing of the code under test.
@@ -86,6 +95,12 @@ impl Matrix {
                 let (group, k) = (&self.data[24 * (row * groups + col / 64)..][..24], col % 64);
                 let (low, high) = ((group[k / 4] >> (2 * (k % 4))) & 3, (group[16 + k / 8] >> (k % 8)) & 1);
                 (f64::from(4 * high + low) - 4.0) * scale(row * groups + col / 64)
+            }
+            Format::Nvfp4 => {
+                let byte = self.data[row * cols.div_ceil(2) + col / 2];
+                let code = if col.is_multiple_of(2) { byte % 16 } else { byte / 16 };
+                let scale = small_float(self.scales[row * cols.div_ceil(16) + col / 16].into(), 4, 3);
+                small_float(code.into(), 2, 1) * scale * f64::from(NVFP4_FACTOR)
             }
             Format::Int2Row => {
                 let byte = self.data[row * cols.div_ceil(4) + col / 4];
@@ -140,7 +155,7 @@ fn tame(format: Format, data: &mut [u8], source: &mut Source) {
 }
 
 fn formats() -> Vec<Format> {
-    let mut formats = vec![Format::F32, Format::Bf16, Format::F16, Format::Fp8Block];
+    let mut formats = vec![Format::F32, Format::Bf16, Format::F16, Format::Fp8Block, Format::Nvfp4];
     formats.extend([Format::Int8Row, Format::Int4Row, Format::Int3Group, Format::Int2Row]);
     // The containers' groups, and sizes that only the definition handles.
     formats.extend([16, 32, 48, 64, 96, 128, 192, 256, 8, 40, 1, 5, 10].map(|group| Format::Int4Group { group }));
@@ -425,6 +440,7 @@ fn weights_may_lie_at_any_address(k: &Kernels) {
             let data = [&[0; 3], &matrix.data[..]].concat();
             let scales = [&[0; 1], &matrix.scales[..]].concat();
             let moved = WeightRef::new(matrix.spec, &data[3..], &scales[1..]);
+            let moved = if format == Format::Nvfp4 { moved.with_factor(NVFP4_FACTOR) } else { moved };
             assert_same(&multiply(k, &team, &moved, &x, 1, integer), &want, || format!("{k:?} {format} moved"));
         }
     }

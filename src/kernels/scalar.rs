@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::format::{FP8_BLOCK, Format, INT3_GROUP, INT3_GROUP_BYTES, WeightRef};
+use super::format::{FP8_BLOCK, Format, INT3_GROUP, INT3_GROUP_BYTES, NVFP4_GROUP, WeightRef, e4m3};
 use super::lanes::{self, LANES};
 use super::quantized::{QuantRow, QuantRowMut};
 use super::{Isa, Kernels, MAX_BATCH};
@@ -121,7 +121,9 @@ fn level(format: Format, bytes: &[u8], c: usize) -> i32 {
             i32::from(low[c / 4] >> (2 * (c % 4)) & 3 | (high[c / 8] >> (c % 8) & 1) << 2) - 4
         }
         Format::Int2Row => i32::from(bytes[c / 4] >> (2 * (c % 4)) & 3) - 2,
-        Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block => unreachable!("{format} holds no integers"),
+        Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block | Format::Nvfp4 => {
+            unreachable!("{format} holds no integers")
+        }
     }
 }
 
@@ -150,6 +152,12 @@ pub(super) fn decode_cols(w: &WeightRef, row: usize, start: usize, out: &mut [f3
                 *out = e4m3(bytes[c]) * w.scale(first + c / FP8_BLOCK);
             }
         }
+        Format::Nvfp4 => {
+            let first = row * w.cols().div_ceil(NVFP4_GROUP);
+            for (c, out) in (start..).zip(out) {
+                *out = E2M1[usize::from(bytes[c / 2] >> (4 * (c % 2)) & 15)] * w.scale(first + c / NVFP4_GROUP);
+            }
+        }
         Format::Int8Row | Format::Int4Row | Format::Int2Row => {
             let scale = w.scale(row);
             for (c, out) in (start..).zip(out) {
@@ -166,13 +174,5 @@ pub(super) fn decode_cols(w: &WeightRef, row: usize, start: usize, out: &mut [f3
     }
 }
 
-/// The value of an E4M3 byte: exponent bias 7, subnormals, no infinities, NaN where all seven low bits are set.
-fn e4m3(byte: u8) -> f32 {
-    let mantissa = f32::from(byte & 7);
-    let magnitude = match byte >> 3 & 15 {
-        15 if byte & 7 == 7 => f32::NAN,
-        0 => mantissa * f32::from_bits((127 - 9) << 23),
-        exponent => (8.0 + mantissa) * f32::from_bits((u32::from(exponent) + 127 - 10) << 23),
-    };
-    if byte & 0x80 != 0 { -magnitude } else { magnitude }
-}
+/// What the four bits of an E2M1 float mean: two of exponent with bias 1, one of mantissa.
+const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];

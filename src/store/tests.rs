@@ -50,6 +50,7 @@ fn value_of(layer: usize, expert: usize, matrix: usize) -> f32 {
 fn fixture() -> Fixture {
     let mut bytes = vec![0; LAYERS * EXPERTS * SECTOR as usize];
     let matrix = |offset: u64, i: usize| MatrixSource {
+        factor: None,
         spec: match i {
             2 => MatrixSpec { format: Format::F32, rows: HIDDEN, cols: WIDTH },
             _ => MatrixSpec { format: Format::F32, rows: WIDTH, cols: HIDDEN },

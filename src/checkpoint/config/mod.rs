@@ -110,6 +110,9 @@ fn check_quantization(config: &Fields) -> Result<()> {
     let Some(quantization) = config.child("quantization_config")? else {
         return Ok(());
     };
+    if quantization.text("quant_method")? == Some("modelopt") {
+        return quantization.only("quant_algo", &Value::from("NVFP4"));
+    }
     quantization.only("quant_method", &Value::from("fp8"))?;
     quantization.only("fmt", &Value::from("e4m3"))?;
     if quantization.get("weight_block_size").is_none() {

@@ -25,6 +25,13 @@ fn item(source: &Checkpoint, options: &ConvertOptions, tensor: Required) -> Resu
         Shape::Vector(_) => Format::F32,
         Shape::Matrix { .. } => options.target(role, cols, format),
     };
+    if target == Format::Nvfp4 {
+        return Err(CheckpointError::ConvertOptions {
+            what: format!("{}: tensor {name}", source.tensors.path(data.file).display()),
+            expected: "a format that a container can hold, for a repack".to_owned(),
+            found: format!("{format}, which has to be converted"),
+        });
+    }
     if format.is_integer() && target != format {
         return Err(CheckpointError::ConvertOptions {
             what: format!("{}: tensor {name}", source.tensors.path(data.file).display()),

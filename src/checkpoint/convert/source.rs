@@ -56,7 +56,9 @@ impl<'a> Source<'a> {
             let mut files = BTreeSet::new();
             for item in shard.runs.iter().flat_map(|run| &run.items) {
                 let source = source_of(item, &self.checkpoint.tensors)?;
-                files.extend([Some(source.data), source.scales].into_iter().flatten().map(|span| span.file));
+                files.extend(
+                    [Some(source.data), source.scales, source.factor].into_iter().flatten().map(|span| span.file),
+                );
             }
             Ok(files)
         };

@@ -33,7 +33,7 @@ pub(crate) struct Encoder<'a> {
 struct Rows {
     first: usize,
     spec: MatrixSpec,
-    /// Their weights and, where the source has them, their scales.
+    /// Their weights and, where the source has them, their scales and the factor of the whole matrix.
     spans: Vec<FileSpan>,
 }
 
@@ -67,6 +67,10 @@ impl Weights for Encoder<'_> {
                 continue;
             }
             let weights = WeightRef::new(rows.spec, data, data_scales);
+            let weights = match piece.bytes(2).as_chunks().0 {
+                [factor] => weights.with_factor(f32::from_le_bytes(*factor)),
+                _ => weights,
+            };
             self.encode(item.target, &weights).map_err(|(row, col, value)| CheckpointError::NotFinite {
                 file: self.source.path(source.data.file).to_owned(),
                 tensor: item.name.clone(),
@@ -148,7 +152,7 @@ pub(crate) fn source_of(item: &Item, tensors: &TensorMap) -> Result<MatrixSource
 
 /// The rows of a matrix, in pieces of about [`CONVERT_PIECE_BYTES`].
 fn rows_of(source: &MatrixSource) -> impl Iterator<Item = Rows> {
-    let MatrixSource { spec: MatrixSpec { format, rows, cols }, data, scales } = *source;
+    let MatrixSource { spec: MatrixSpec { format, rows, cols }, data, scales, factor } = *source;
     // FP8 scales cover blocks of rows, so that a piece begins on a block.
     let block = if format == Format::Fp8Block { FP8_BLOCK } else { 1 };
     let count = (CONVERT_PIECE_BYTES / format.row_bytes(cols).max(1) / block * block).max(block);
@@ -160,8 +164,8 @@ fn rows_of(source: &MatrixSource) -> impl Iterator<Item = Rows> {
             len: len as u64,
         };
         let data = part(data, format.data_bytes(first, cols), spec.data_bytes());
-        let scales = scales.map(|span| part(span, 4 * format.scale_count(first, cols), spec.scale_bytes()));
-        Rows { first, spec, spans: [data].into_iter().chain(scales).collect() }
+        let scales = scales.map(|span| part(span, format.scale_bytes(first, cols), spec.scale_bytes()));
+        Rows { first, spec, spans: [Some(data), scales, factor].into_iter().flatten().collect() }
     })
 }
 

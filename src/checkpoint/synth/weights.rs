@@ -113,7 +113,7 @@ impl Codes {
             Format::Int8Row => packed(8, 127, 0),
             Format::Int4Row | Format::Int4Group { .. } => packed(4, 7, 8),
             Format::Int2Row => packed(2, 1, 2),
-            Format::Int3Group => unreachable!("{format} is read, never made"),
+            Format::Int3Group | Format::Nvfp4 => unreachable!("{format} is read, never made"),
         }
     }
 

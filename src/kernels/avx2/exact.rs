@@ -87,6 +87,17 @@ macro_rules! with_rows {
                 };
                 $body
             }
+            // Decoded for a conversion only, which has more to do than this.
+            Format::Nvfp4 => {
+                let $rows = |row: usize| {
+                    move |c: usize| {
+                        let mut values = [0.0; LANES];
+                        scalar::decode_cols(w, row, c * LANES, &mut values);
+                        load_lanes(&values)
+                    }
+                };
+                $body
+            }
             Format::Int2Row => {
                 let $rows = |row: usize| {
                     let chunks = w.row(row).as_chunks::<8>().0;
