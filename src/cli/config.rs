@@ -7,6 +7,7 @@ use millstream_io::limits::DRIVES_MAX;
 use millstream_io::{DeviceKind, IoMode, settle};
 use serde_json::Value as Json;
 
+use crate::engine::config::DEFAULT_PREFILL_ROWS;
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
 use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
@@ -83,6 +84,9 @@ pub struct RunConfig {
     pub stops: Vec<String>,
     /// Whether it is the context that limits the answer, and not the tokens asked for; known after [`RunConfig::fit`].
     pub context_limits: bool,
+    /// Rows of a prefill chunk: no more than the prompt has, once [`RunConfig::fit`] knows it. Rows that no chunk fills are
+    /// memory that the cache of experts lacks.
+    prefill_rows: usize,
     /// What was decided.
     pub settings: Vec<Setting>,
     /// Threads that compute.
@@ -159,6 +163,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         context: args.ctx_size,
         stops: args.stop.clone(),
         context_limits: false,
+        prefill_rows: DEFAULT_PREFILL_ROWS,
         settings: settings.0,
         threads,
         ram: match ram {
@@ -182,6 +187,7 @@ impl RunConfig {
             memory: Memory::Total(self.ram),
             threads: self.threads,
             context: Some(context),
+            prefill_rows: self.prefill_rows,
             program_bytes: self.program_bytes,
             history: self.history.clone(),
             ..self.engine.clone()
@@ -287,7 +293,13 @@ impl RunConfig {
             }
         };
         self.settings.push(Setting { name: "ctx-size", value: context.into(), origin });
+        self.prompt_has(prompt_tokens);
         Ok((context, answer))
+    }
+
+    /// No prompt has more than so many tokens.
+    pub fn prompt_has(&mut self, tokens: usize) {
+        self.prefill_rows = tokens.clamp(1, DEFAULT_PREFILL_ROWS);
     }
 }
 
@@ -559,6 +571,18 @@ mod tests {
         assert_eq!(failure.code, 2);
         assert!(failure.error.contains("cannot tell how much memory") && failure.hint.unwrap().contains("--ram"));
         decided(&["--ram", "1G"], &[]).unwrap().check_memory(&nothing).unwrap();
+    }
+
+    #[test]
+    fn buffers_have_the_rows_of_the_prompt_however_long_the_answer_may_be() {
+        let rows = |prompt, answer| {
+            let mut config = decided(&["-n", answer], &[]).unwrap();
+            let (context, _) = config.fit(prompt, 4096).unwrap();
+            config.engine(context).prefill_rows
+        };
+        assert_eq!((rows(3, "8"), rows(3, "2000"), rows(511, "-1")), (3, 3, 511));
+        assert_eq!((rows(512, "1"), rows(3000, "1")), (512, 512), "chunks are no longer than they were");
+        assert_eq!(decided(&[], &[]).unwrap().engine(4096).prefill_rows, 512, "of a prompt that nobody knows");
     }
 
     #[test]

@@ -140,7 +140,7 @@ fn measure(
 ) -> Result<Went<Report>, Failure> {
     let source = Source::model(&checkpoint.dir, u64::MAX)?;
     let witness = Witness::open(&source.paths, machine.root()).map_err(|error| io_failure(&error))?;
-    let (mut trial, mut conditions) = prepare(config, checkpoint, &witness, stop, args.quiet)?;
+    let (mut trial, mut conditions) = prepare(config.clone(), checkpoint, &witness, stop, args.quiet)?;
     let waiting =
         render::Waiting::begin("a first generation with the defaults tells how long the others take", args.quiet);
     let Some(first) = trial.run(&Reading::DEFAULT)? else { return Ok(Went::Stopped) };
@@ -181,13 +181,14 @@ fn reads_alone(kept: &Arm) -> Option<f64> {
 
 /// The trial, with memory for few experts, and the most tokens its context has room for.
 fn prepare<'a>(
-    config: &RunConfig,
+    mut config: RunConfig,
     checkpoint: &'a Checkpoint,
     witness: &'a Witness,
     stop: &Arc<AtomicBool>,
     quiet: bool,
 ) -> Result<(Trial<'a>, Conditions), Failure> {
     let prompt = trial::prompt(checkpoint)?;
+    config.prompt_has(prompt.len());
     let longest = checkpoint.arch.max_context;
     let tokens = TRIAL_TOKENS_MAX.min(longest.saturating_sub(prompt.len())).max(1);
     let mut engine = config.engine((prompt.len() + tokens).min(longest));
