@@ -53,6 +53,14 @@ fn every_generation_counts_its_own_reads() {
 }
 
 #[test]
+fn a_model_is_not_loaded_any_further_once_the_flag_is_up() {
+    let open = |cancel| Engine::open_until(checkpoint(), &EngineConfig::new(1 << 30), &AtomicBool::new(cancel));
+    assert!(open(true).map(|_| ()).unwrap_err().is_cancelled());
+    let mut engine = open(false).unwrap();
+    assert_eq!(generate(&mut engine, &job(3)).finish, Finish::Length);
+}
+
+#[test]
 fn stages_add_up_to_the_wall_and_the_wall_to_prefill_and_decode() {
     let mut engine = engine(|_| ());
     generate(&mut engine, &job(8));

@@ -48,7 +48,7 @@ impl Bench<'_> {
         failure: impl Fn(EngineError) -> Failure,
     ) -> Result<Option<Measured>, Failure> {
         let began = Instant::now();
-        let mut engine = self.open(config, &failure)?;
+        let Some(mut engine) = self.open(config, &failure)? else { return Ok(None) };
         let work = |engine: &mut Engine| engine.generate(job, &self.stop, on_token);
         let (outcome, stats, cached) = self.observe(&mut engine, true, work).map_err(&failure)?;
         if outcome.finish == Finish::Interrupted {
@@ -58,12 +58,19 @@ impl Bench<'_> {
         Ok(Some(Measured { outcome, stats, cached, took: began.elapsed() }))
     }
 
-    /// Opens the model, with an empty cache of experts.
-    pub fn open(&self, config: &EngineConfig, failure: impl Fn(EngineError) -> Failure) -> Result<Engine, Failure> {
+    /// Opens the model, with an empty cache of experts; `None` where the user stopped it.
+    pub fn open(
+        &self,
+        config: &EngineConfig,
+        failure: impl Fn(EngineError) -> Failure,
+    ) -> Result<Option<Engine>, Failure> {
         let checkpoint = bundled::open(self.dir)?;
-        let mut engine = Engine::open(checkpoint, config).map_err(failure)?;
+        let mut engine = match Engine::open_until(checkpoint, config, &self.stop) {
+            Err(error) if error.is_cancelled() => return Ok(None),
+            opened => opened.map_err(failure)?,
+        };
         engine.set_watch(hanging::watch_reads(self.stop.clone(), self.quiet));
-        Ok(engine)
+        Ok(Some(engine))
     }
 
     /// Does `work`, after the page cache has forgotten the files where that is wanted. Tells what came of it, its

@@ -61,10 +61,11 @@ pub fn perform(
     let known = Known::of(args, machine, &prepared);
     let Prepared { config, usage, checkpoint, files, tokenizer, job, stops, context } = prepared;
     let formats = checkpoint.formats().map(|format| format.to_string()).collect();
-    let mut engine = open(args, &config, machine, checkpoint, context).map_err(|e| files.failure(e))?;
+    let interrupted = interrupt::watch()?;
+    let opened = open(args, &config, machine, checkpoint, context, &interrupted).map_err(|e| files.failure(e))?;
+    let Some(mut engine) = opened else { return Ok(Done::Interrupted) };
     let out = std::io::stdout().lock();
     let mut printer = Printer::new(witness.show, out, tokenizer.as_ref(), &job.stop_ids, stops, job.max_tokens);
-    let interrupted = interrupt::watch()?;
     engine.set_watch(hanging::watch_reads(interrupted.clone(), args.quiet));
     let outcome = generate(&mut engine, &job, &interrupted, &mut printer, args.quiet, witness);
     printer.finish();
@@ -95,14 +96,15 @@ pub fn perform(
     Ok(if outcome.finish == Finish::Interrupted { Done::Interrupted } else { Done::Whole })
 }
 
-/// Opens the engine and says what is worth knowing about it.
+/// Opens the engine and says what is worth knowing about it; none, with a word, where `interrupted` was raised meanwhile.
 pub fn open(
     args: &RunArgs,
     config: &RunConfig,
     machine: &Machine,
     checkpoint: Checkpoint,
     context: usize,
-) -> Result<Engine, EngineError> {
+    interrupted: &AtomicBool,
+) -> Result<Option<Engine>, EngineError> {
     let note = |line: &str| render::note(args.quiet, line);
     if args.verbose {
         render::stderr(&render::settings_text(&config.settings));
@@ -110,15 +112,22 @@ pub fn open(
     }
     notes::on_machine(config, machine).iter().for_each(|line| note(line));
     let waiting = render::Waiting::begin("loading the model", args.quiet);
-    let engine = Engine::open(checkpoint, &config.engine(context))?;
+    let opened = Engine::open_until(checkpoint, &config.engine(context), interrupted);
     drop(waiting);
+    let engine = match opened {
+        Err(error) if error.is_cancelled() => {
+            render::stderr("interrupted while the model was loaded\n");
+            return Ok(None);
+        }
+        opened => opened?,
+    };
     engine.notes().iter().for_each(|line| note(line));
     let device = engine.store().device().describe();
     if args.verbose && device.name == "io_uring" {
         let (registered, all) = (size::show(device.registered_bytes), size::show(engine.budget().experts()));
         note(&format!("{registered} of {all} of slabs are registered with the kernel"));
     }
-    Ok(engine)
+    Ok(Some(engine))
 }
 
 /// Runs the job until it is done or `interrupted` is raised.

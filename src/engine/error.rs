@@ -28,6 +28,9 @@ pub enum EngineError {
     /// Resident weights could not be loaded.
     #[error(transparent)]
     Resident(#[from] ResidentError),
+    /// The cancel flag was found up while the model was loaded.
+    #[error("cancelled while the model was loaded")]
+    Cancelled,
     /// A resident weight is not what was written.
     #[error("a weight is damaged: {0}")]
     Damaged(Box<Damage>),
@@ -108,13 +111,18 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// Whether nothing is wrong but that the cancel flag was up while the model was loaded.
+    pub fn is_cancelled(&self) -> bool {
+        matches!(self, EngineError::Cancelled | EngineError::Resident(ResidentError::Cancelled))
+    }
+
     /// Whether the model's files are at fault, so that other copies of them would do.
     pub fn blames_files(&self) -> bool {
         match self {
             EngineError::Checkpoint(_) | EngineError::Table(_) | EngineError::Sample(_) | EngineError::Damaged(_) => {
                 true
             }
-            EngineError::Resident(e) => !matches!(e, ResidentError::Memory { .. }),
+            EngineError::Resident(e) => !matches!(e, ResidentError::Memory { .. } | ResidentError::Cancelled),
             EngineError::Forward(e) => {
                 matches!(
                     e,

@@ -23,6 +23,7 @@ pub(super) fn prepare(
     files: &Arc<FileSet>,
     table: &ExpertTable,
     device: OpenDevice,
+    cancel: &AtomicBool,
 ) -> Result<(Checks, Option<String>), EngineError> {
     if config.verify == Verify::Off {
         return Ok((Checks::off(), None));
@@ -42,7 +43,7 @@ pub(super) fn prepare(
     let layers = checkpoint.arch.layers.len();
     let is_loaded = |run: &&HashedRun| run.expert.is_none() && (config.load_mtp || run.layer != Some(layers));
     let resident: Vec<HashedRun> = manifest.runs.iter().filter(is_loaded).cloned().collect();
-    check_resident(&resident, files, device)?;
+    check_resident(&resident, files, device, cancel)?;
     let note = (unchecked > 0).then(|| format!("{unchecked} of {} experts have no checksum", table.experts()));
     Ok((checks, note))
 }
@@ -52,7 +53,12 @@ fn key(run: &HashedRun) -> Option<ExpertKey> {
 }
 
 /// Checks the model's own files, which is where resident weights are loaded from: a mirror must not vouch for them.
-fn check_resident(runs: &[HashedRun], files: &Arc<FileSet>, device: OpenDevice) -> Result<(), EngineError> {
+fn check_resident(
+    runs: &[HashedRun],
+    files: &Arc<FileSet>,
+    device: OpenDevice,
+    cancel: &AtomicBool,
+) -> Result<(), EngineError> {
     if runs.is_empty() {
         return Ok(());
     }
@@ -61,10 +67,10 @@ fn check_resident(runs: &[HashedRun], files: &Arc<FileSet>, device: OpenDevice) 
     let files = &own;
     let pool: SlabPool = verify::pool_for(runs, files, SLABS)?;
     let mut device = device(files, &pool)?;
-    let never = AtomicBool::new(false);
-    let report = verify::check(runs, files, &pool, &mut *device, 1, &never, &mut |_| {})?;
+    let report = verify::check(runs, files, &pool, &mut *device, 1, cancel, &mut |_| {})?;
     match report.damage.into_iter().next() {
         Some(damage) => Err(EngineError::Damaged(Box::new(damage))),
+        None if report.interrupted => Err(EngineError::Cancelled),
         None => Ok(()),
     }
 }

@@ -19,6 +19,7 @@ pub mod timeline;
 mod traced;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use millstream_io::{Access, Device, DeviceConfig, FileId, FileSet, SlabPool, open_device, settle};
@@ -79,8 +80,18 @@ pub type OpenDevice<'a> = &'a dyn Fn(&Arc<FileSet>, &SlabPool) -> Result<Box<dyn
 impl Engine {
     /// Divides memory, loads resident weights and opens the expert store of a model that is opened and checked.
     pub fn open(checkpoint: Checkpoint, config: &EngineConfig) -> Result<Engine, EngineError> {
+        Engine::open_until(checkpoint, config, &AtomicBool::new(false))
+    }
+
+    /// As [`Engine::open`], until `cancel` is raised: it is looked at between the parts of loading, and in the longest of
+    /// them, that which reads weights, every few megabytes. Then the error [is one of that](EngineError::is_cancelled).
+    pub fn open_until(
+        checkpoint: Checkpoint,
+        config: &EngineConfig,
+        cancel: &AtomicBool,
+    ) -> Result<Engine, EngineError> {
         let (_, kind) = settle(config.io, config.device)?;
-        Engine::open_with(checkpoint, config, &|files, pool| {
+        let device: OpenDevice = &|files, pool| {
             let device = DeviceConfig {
                 kind,
                 depth_bytes: config.depth.bytes(pool.slab_bytes()),
@@ -88,11 +99,21 @@ impl Engine {
                 ..DeviceConfig::default()
             };
             Ok(open_device(&device, files.clone(), pool)?)
-        })
+        };
+        Engine::load(checkpoint, config, device, cancel)
     }
 
     /// As [`Engine::open`], reading experts through the device that `device` makes.
     pub fn open_with(checkpoint: Checkpoint, config: &EngineConfig, device: OpenDevice) -> Result<Engine, EngineError> {
+        Engine::load(checkpoint, config, device, &AtomicBool::new(false))
+    }
+
+    fn load(
+        checkpoint: Checkpoint,
+        config: &EngineConfig,
+        device: OpenDevice,
+        cancel: &AtomicBool,
+    ) -> Result<Engine, EngineError> {
         let started = Instant::now();
         let p = Prepared::new(&checkpoint, config)?;
         let mut notes = checkpoint.notes().to_vec();
@@ -100,11 +121,14 @@ impl Engine {
         notes.push(p.budget.to_string());
         notes.extend(scales::note(&p.table));
         let kept = p.table.kept_scales().clone();
-        let (checks, note) = integrity::prepare(config, &checkpoint, &p.files, &p.table, device)?;
+        let (checks, note) = integrity::prepare(config, &checkpoint, &p.files, &p.table, device, cancel)?;
         notes.extend(note);
         let sizes: Vec<(usize, usize)> = (p.table.sizes().iter().zip(&p.budget.slabs))
             .map(|(size, slabs)| (size.slab_bytes, slabs.count as usize))
             .collect();
+        if cancel.load(Ordering::Relaxed) {
+            return Err(EngineError::Cancelled);
+        }
         let pool = SlabPool::of_sizes(&sizes)?;
         let device = device(&p.files, &pool)?;
         let described = device.describe();
@@ -118,11 +142,11 @@ impl Engine {
         }
         // After the slabs: reading the weights fills memory with pages of their files, and leaves none in pieces as large as
         // slabs want.
-        let resident = p.plan.load()?;
+        let resident = p.plan.load(cancel)?;
         if kept.bytes > 0 {
             let piece = |(span, at)| Piece { tensor: "scales of experts".to_owned(), span, at };
             let pieces: Vec<Piece> = kept.pieces.into_iter().map(piece).collect();
-            experts.store.set_scales(fill(&p.files, &pieces, kept.bytes)?);
+            experts.store.set_scales(fill(&p.files, &pieces, kept.bytes, cancel)?);
         }
         let opened_in = checkpoint.took();
         let traced = traced::header(&checkpoint, &experts.store);

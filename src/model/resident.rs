@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use millstream_io::{Arena, FileSet, FileSpan, IoError};
@@ -13,6 +14,7 @@ use super::weights::{
 use crate::checkpoint::arch::{Arch, AttentionArch, IndexerKind, LayerArch, MlpKind};
 use crate::checkpoint::{Checkpoint, CheckpointError, MatrixSource, Shape};
 use crate::kernels::{Kernels, WeightRef};
+use crate::limits::LOAD_PART_BYTES;
 
 /// Why the resident weights could not be loaded.
 #[derive(Debug, Error)]
@@ -38,6 +40,9 @@ pub enum ResidentError {
         #[source]
         source: IoError,
     },
+    /// The cancel flag was found up.
+    #[error("cancelled while the weights were read")]
+    Cancelled,
 }
 
 /// All resident weights of a model.
@@ -101,9 +106,9 @@ impl Plan {
         self.bytes
     }
 
-    /// Reads them all into one arena.
-    pub fn load(self) -> Result<Resident, ResidentError> {
-        let arena = fill(&self.files, &self.pieces, self.bytes)?;
+    /// Reads them all into one arena; `cancel` is looked at every few megabytes.
+    pub fn load(self, cancel: &AtomicBool) -> Result<Resident, ResidentError> {
+        let arena = fill(&self.files, &self.pieces, self.bytes, cancel)?;
         let Parts { embed, head, final_norm, layers, mtp } = self.model;
         Ok(Resident { arena, bytes: self.bytes, embed, head, final_norm, layers, mtp })
     }
@@ -269,7 +274,7 @@ impl Placer<'_> {
 
 /// Allocates an arena and reads all pieces, which do not overlap and come in order, from as many threads as can be had, each
 /// a run of the arena of its own.
-pub fn fill(files: &FileSet, pieces: &[Piece], bytes: usize) -> Result<Arena, ResidentError> {
+pub fn fill(files: &FileSet, pieces: &[Piece], bytes: usize, cancel: &AtomicBool) -> Result<Arena, ResidentError> {
     const READERS: usize = 4;
     type Job<'a, 'b> = Vec<(&'a Piece, &'b mut [u8])>;
     let mut arena = Arena::new(bytes.max(1)).map_err(|source| ResidentError::Memory { bytes, source })?;
@@ -287,10 +292,7 @@ pub fn fill(files: &FileSet, pieces: &[Piece], bytes: usize) -> Result<Arena, Re
     let work = || -> Result<(), ResidentError> {
         while let Some(job) = next() {
             for (piece, out) in job {
-                let span = piece.span;
-                files
-                    .read_exact_at(span.file, span.offset, out)
-                    .map_err(|source| ResidentError::Read { tensor: piece.tensor.clone(), source })?;
+                read(files, piece, out, cancel)?;
             }
         }
         Ok(())
@@ -304,4 +306,40 @@ pub fn fill(files: &FileSet, pieces: &[Piece], bytes: usize) -> Result<Arena, Re
         all.fold(own, Result::and)
     })?;
     Ok(arena)
+}
+
+/// Reads a piece, a part at a time, so that nobody who cancels waits for a large tensor.
+fn read(files: &FileSet, piece: &Piece, out: &mut [u8], cancel: &AtomicBool) -> Result<(), ResidentError> {
+    let mut offset = piece.span.offset;
+    for part in out.chunks_mut(LOAD_PART_BYTES) {
+        if cancel.load(Ordering::Relaxed) {
+            return Err(ResidentError::Cancelled);
+        }
+        files
+            .read_exact_at(piece.span.file, offset, part)
+            .map_err(|source| ResidentError::Read { tensor: piece.tensor.clone(), source })?;
+        offset += part.len() as u64;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use millstream_io::IoMode;
+    use std::path::Path;
+
+    #[test]
+    fn weights_are_read_to_the_end_unless_somebody_cancels() {
+        let checkpoint = Checkpoint::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")).unwrap();
+        let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), IoMode::Buffered).unwrap());
+        let plan = || Plan::new(&checkpoint, files.clone(), false).unwrap();
+        let cancelled = plan().load(&AtomicBool::new(true)).err();
+        assert!(matches!(cancelled, Some(ResidentError::Cancelled)), "{cancelled:?}");
+        let resident = plan().load(&AtomicBool::new(false)).unwrap();
+        let embedding = checkpoint.tensors.get("model.embed_tokens.weight").unwrap();
+        let mut expected = vec![0; embedding.bytes as usize];
+        files.read_exact_at(embedding.file, embedding.offset, &mut expected).unwrap();
+        assert_eq!(resident.arena.as_slice()[resident.embed.data.clone()], expected);
+    }
 }

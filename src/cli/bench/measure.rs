@@ -149,7 +149,10 @@ impl Measure<'_> {
     fn once(&self, engine: &mut Option<Engine>, test: &Test) -> Result<Option<Sample>, Failure> {
         let engine = match engine {
             Some(engine) => engine,
-            None => engine.insert(self.bench.open(&self.config.engine(self.context), engine_failure)?),
+            None => match self.bench.open(&self.config.engine(self.context), engine_failure)? {
+                Some(opened) => engine.insert(opened),
+                None => return Ok(None),
+            },
         };
         let Test { depth, prompt, answer, .. } = *test;
         let (prompt, answer) = self.tokens[depth..depth + prompt + answer].split_at(prompt);

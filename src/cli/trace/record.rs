@@ -70,8 +70,9 @@ fn record_text(args: &RecordArgs, machine: &Machine, recorded: &mut Option<Recor
         None => return Err(prompt::tokenizer_failure(&TokenizerError::Missing { dir })),
     };
     let context = run_args.ctx_size.unwrap_or(TEXT_CONTEXT).min(arch.max_context);
-    let mut engine = run::open(&run_args, &settings, machine, checkpoint, context).map_err(job::engine_failure)?;
     let interrupted = interrupt::watch()?;
+    let opened = run::open(&run_args, &settings, machine, checkpoint, context, &interrupted);
+    let Some(mut engine) = opened.map_err(job::engine_failure)? else { return Ok(Done::Interrupted) };
     let mut progress = render::Progress::new(run_args.quiet);
     let recorder = recorded.insert(Recorder::new(engine.traced().clone()));
     for (done, window) in ids.chunks(context).enumerate() {
