@@ -120,6 +120,13 @@ struct Report {
     measured: Measured,
 }
 
+impl Report {
+    /// Whether no generation was done.
+    fn is_empty(&self) -> bool {
+        self.arms.iter().all(|arm| arm.samples.is_empty())
+    }
+}
+
 /// Sweeps and reports.
 pub fn sweep(args: &SweepArgs, machine: &Machine) -> Result<Done, Failure> {
     let (knob, mut values, common) = match &args.what {
@@ -141,7 +148,11 @@ pub fn sweep(args: &SweepArgs, machine: &Machine) -> Result<Done, Failure> {
     let rounds = common.repetitions.unwrap_or(ROUNDS_DEFAULT);
     let (arms, measured) = measure::measure(knob, &values, rounds, &run_args, machine, prepared)?;
     let report = Report { knob, rounds, arms, measured };
-    if report.arms.iter().all(|arm| arm.samples.is_empty())
+    if report.is_empty() && report.measured.interrupted {
+        render::stderr("interrupted before the first generation was done\n");
+        return Ok(Done::Interrupted);
+    }
+    if report.is_empty()
         && let Some(failure) = report.arms.iter().find_map(|arm| arm.failed.clone())
     {
         return Err(failure);
