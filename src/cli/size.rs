@@ -53,12 +53,22 @@ pub fn show(bytes: u64) -> String {
 
 /// `12.3G`, `640.0M`: a size as it is typed, never more than `bytes`.
 pub fn typed(bytes: u64) -> String {
-    let (shift, unit) = match bytes {
-        _ if bytes >= 1 << 30 => (30, "G"),
-        _ if bytes >= 1 << 20 => (20, "M"),
+    in_tenths(bytes, |tenths, unit| tenths / unit)
+}
+
+/// A size as it is typed, never less than `bytes`.
+pub fn typed_above(bytes: u64) -> String {
+    in_tenths(bytes, u128::div_ceil)
+}
+
+/// `bytes` in tenths of a unit, which are divided by it as `rounded` has it.
+fn in_tenths(bytes: u64, rounded: impl Fn(u128, u128) -> u128) -> String {
+    let (size, unit) = match bytes {
+        _ if bytes >= 1 << 30 => (1 << 30, "G"),
+        _ if bytes >= 1 << 20 => (1 << 20, "M"),
         _ => return bytes.to_string(),
     };
-    let tenths = (u128::from(bytes) * 10) >> shift;
+    let tenths = rounded(u128::from(bytes) * 10, size);
     format!("{}.{}{unit}", tenths / 10, tenths % 10)
 }
 
@@ -102,15 +112,18 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_typed_as_they_are_read_and_never_larger() {
+    fn sizes_are_typed_as_they_are_read_and_never_larger_or_never_smaller() {
         for (bytes, text) in
             [(20 << 30, "20.0G"), ((20 << 30) - 1, "19.9G"), (640 << 20, "640.0M"), (1_048_575, "1048575")]
         {
             assert_eq!(typed(bytes), text);
         }
+        assert_eq!((typed_above(20 << 30), typed_above((20 << 30) + 1)), ("20.0G".into(), "20.1G".into()));
         for bytes in [1, 4095, 1 << 20, (1 << 30) - 1, 1 << 30, 12_345_678_901, 1 << 62] {
             let read = parse(&typed(bytes)).unwrap();
             assert!(read <= bytes && read as f64 > 0.9 * bytes as f64, "{bytes} was typed as {}", typed(bytes));
+            let above = parse(&typed_above(bytes)).unwrap();
+            assert!(bytes <= above && above - read <= bytes / 10 + 1, "{bytes} was typed as {}", typed_above(bytes));
         }
     }
 

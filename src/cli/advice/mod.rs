@@ -126,10 +126,14 @@ fn memory(facts: &Facts) -> Option<Advice> {
     if (most as f64) < MORE_RAM * facts.budget as f64 {
         return None;
     }
+    // Rounded down it would be too little for the last experts; but never more than there is.
+    let above = size::typed_above(most);
+    let typed = if size::parse(&above).is_ok_and(|bytes| bytes <= facts.budget_most) { above } else { size::typed(most) };
+    let given = size::parse(&typed).unwrap_or(most);
     let held = |cache: u64| 100.0 * cache.min(facts.cache_whole) as f64 / facts.cache_whole.max(1) as f64;
-    let (now, then) = (held(facts.cache), held(facts.cache + (most - facts.budget)));
+    let (now, then) = (held(facts.cache), held(facts.cache + given.saturating_sub(facts.budget)));
     turn(
-        format!("--ram {}", size::typed(most)),
+        format!("--ram {typed}"),
         format!("the cache holds {now:.0} % of the experts, and could hold {then:.0} % of them here"),
     )
 }
@@ -246,6 +250,18 @@ mod tests {
         assert_eq!(advise(&all_there).knob, None);
         let hardly_more = Facts { budget_most: 10 * GB + GB / 2, ..facts(Verdict::DiskBound) };
         assert_eq!(advise(&hardly_more).knob, None);
+    }
+
+    #[test]
+    fn memory_that_is_asked_for_is_enough_for_what_is_said_of_it() {
+        // 4 GiB besides the cache, and 8 GiB and a byte of experts.
+        let last = Facts { budget_most: 20 * GB, cache_whole: 8 * GB + 1, ..facts(Verdict::DiskBound) };
+        assert_eq!(knob(&last), "--ram 12.1G");
+        assert!(advise(&last).reason.contains("100 %"), "{}", advise(&last));
+        // 12.04 GiB are there, and 12.1 are not: what is typed leaves 8 GiB for 8.05.
+        let short = Facts { budget_most: 12 * GB + GB / 25, cache_whole: 8 * GB + GB / 20, ..last };
+        assert_eq!(knob(&short), "--ram 12.0G");
+        assert!(advise(&short).reason.contains("99 %"), "{}", advise(&short));
     }
 
     #[test]
