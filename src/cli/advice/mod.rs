@@ -89,7 +89,7 @@ type Rule = fn(&Facts) -> Option<Advice>;
 /// The advice.
 pub fn advise(facts: &Facts) -> Advice {
     let rules: &[Rule] = match facts.verdict {
-        Verdict::DiskBound => &[overlap, read_ahead, drive, memory, tune, narrower],
+        Verdict::DiskBound => &[overlap, read_ahead, drive, first_reads, memory, tune, narrower],
         Verdict::Balanced => &[overlap, read_ahead, threads, memory, kernels, integers, narrower],
         Verdict::ComputeBound => &[threads, kernels, integers, narrower],
         Verdict::AttentionBound => &[threads, kernels, sparse_attention],
@@ -117,6 +117,13 @@ fn drive(facts: &Facts) -> Option<Advice> {
         (true, false) => turn("millstream tune", slow),
         (true, true) => None,
     }
+}
+
+/// Where there is room for every expert, what is read is what was never asked for before, and no memory saves that.
+fn first_reads(facts: &Facts) -> Option<Advice> {
+    let reason = "there is room for every expert, and each was read once, when it was first asked for: the longer the \
+                  answer, the less it waits";
+    (facts.cache >= facts.cache_whole).then(|| Advice { knob: None, reason: reason.to_owned() })
 }
 
 fn memory(facts: &Facts) -> Option<Advice> {
@@ -246,8 +253,10 @@ mod tests {
         assert!(advise(&more).reason.contains("10 %") && advise(&more).reason.contains("27 %"), "{}", advise(&more));
         let small_model = Facts { cache_whole: 8 * GB, ..more.clone() };
         assert_eq!(knob(&small_model), "--ram 12.0G", "4G besides the cache, and 8G of experts");
-        let all_there = Facts { cache_whole: 6 * GB, ..more };
-        assert_eq!(advise(&all_there).knob, None);
+        let all_there = Facts { cache_whole: 6 * GB, drive_share: None, tuned: false, ..more };
+        let said = advise(&all_there);
+        assert!(said.knob.is_none() && said.reason.contains("first asked for"), "{said}");
+        assert!(!said.reason.contains("more memory"), "{said}");
         let hardly_more = Facts { budget_most: 10 * GB + GB / 2, ..facts(Verdict::DiskBound) };
         assert_eq!(advise(&hardly_more).knob, None);
     }
