@@ -237,3 +237,24 @@ fn the_verdict_of_run_comes_with_a_knob_that_fits_the_machine() {
     let one = json(&done(profile(&["-n", "1", "--json"])));
     assert!(one.get("verdict").is_none() && one["token_ms"].is_null(), "one token has no step: {one}");
 }
+
+#[test]
+fn a_file_that_cannot_be_written_does_not_cost_the_report() {
+    for flag in ["--html", "--stats-json", "--timeline"] {
+        let output = profile(&[flag, "/dev/full"]);
+        assert_eq!(output.status.code(), Some(1), "{flag}: {}", stderr(&output));
+        assert!(stderr(&output).contains("to /dev/full"), "{flag}: {}", stderr(&output));
+        assert!(stdout(&output).contains("at the 99th percentile"), "{flag}: {}", stdout(&output));
+    }
+    let home = TempDir::new().unwrap();
+    let run = [&["run"], &RUN[..RUN.len() - 1]].concat();
+    for flag in ["--stats-json", "--timeline"] {
+        let output = program(home.path()).args(&run).args([flag, "/dev/full"]).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{flag}: {}", stderr(&output));
+        assert!(stderr(&output).contains("tok/s") && stderr(&output).contains("to /dev/full"), "{}", stderr(&output));
+    }
+    let census = ["census", RUN[1], "--svg", "/dev/full"];
+    let output = program(home.path()).args(census).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stdout(&output).contains("all that is used"), "{}", stdout(&output));
+}

@@ -52,15 +52,16 @@ pub fn census(args: &CensusArgs, machine: &Machine) -> Result<Done, Failure> {
         let sample = Sample::read(&checkpoint, name, SAMPLE_VALUES).map_err(failed)?;
         samples.push(sample.ok_or_else(|| unknown(&checkpoint, name))?);
     }
-    if let Some(path) = &args.svg {
-        output::write(path, "picture", picture(&checkpoint, &census))?;
-    }
     let text = if args.json {
         as_json(&checkpoint, &census, &samples).to_string() + "\n"
     } else {
         as_text(&checkpoint, &census) + &samples.iter().map(|s| sample_text(&checkpoint, s)).collect::<String>()
     };
-    Ok(output::print(&text)?.unwrap_or(Done::Whole))
+    let closed = output::print(&text)?;
+    if let Some(path) = &args.svg {
+        output::write(path, "picture", picture(&checkpoint, &census))?;
+    }
+    Ok(closed.unwrap_or(Done::Whole))
 }
 
 /// The refusal of a name that no shard has, with those that are like it.

@@ -88,11 +88,11 @@ pub fn perform(
     stats.text = printer.text().to_owned();
     stats.stop_string = printer.stopped_by().map(str::to_owned);
     drop(printer);
-    if let Some(path) = &args.timeline {
-        output::write(path, "timeline", engine.timeline())?;
-    }
+    // What cannot be written, a disk being full, must not cost the report.
+    let written = args.timeline.as_ref().map_or(Ok(()), |path| output::write(path, "timeline", engine.timeline()));
     report(&stats, &config)?;
     hanging::leave(engine, args.quiet);
+    written?;
     Ok(if outcome.finish == Finish::Interrupted { Done::Interrupted } else { Done::Whole })
 }
 
@@ -248,25 +248,16 @@ pub fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machin
 
 fn report(args: &RunArgs, stats: &Stats, config: &RunConfig) -> Result<(), Failure> {
     let cannot = |e: serde_json::Error| Failure::work("cannot write the statistics as JSON").cause(e);
-    if let Some(path) = &args.stats_json {
-        let json = serde_json::to_string_pretty(stats).map_err(cannot)? + "\n";
-        output::write(path, "statistics", json)?;
-    }
     if args.json {
-        let json = serde_json::to_string(stats).map_err(cannot)? + "\n";
-        let written = std::io::stdout().lock().write_all(json.as_bytes());
-        return match written {
-            Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
-                Err(Failure::work("cannot write to standard output").cause(e))
-            }
-            _ => Ok(()),
-        };
-    }
-    if !args.quiet {
+        output::print(&(serde_json::to_string(stats).map_err(cannot)? + "\n"))?;
+    } else if !args.quiet {
         let seed = (config.sampling.temperature > 0.0).then_some(config.sampling.seed);
         render::stderr(&render::stats_text(stats, seed));
     }
-    Ok(())
+    match &args.stats_json {
+        Some(path) => output::write(path, "statistics", serde_json::to_string_pretty(stats).map_err(cannot)? + "\n"),
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]

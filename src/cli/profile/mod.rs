@@ -93,18 +93,19 @@ pub fn profile(args: &ProfileArgs, machine: &Machine) -> Result<Done, Failure> {
         let seed = (config.sampling.temperature > 0.0).then_some(config.sampling.seed);
         measured = Some((stats.clone(), seed));
         Ok(())
-    })?;
-    let Some((stats, seed)) = measured else { return Ok(done) };
+    });
+    let Some((stats, seed)) = measured else { return done };
     let judgement = known.judge(&stats, ceiling.as_ref().map(|ceiling| ceiling.gb_s));
     let report = Report { stats, seed, tokens: TokenTimes::of(&chosen), ceiling, judgement };
+    // First what a full disk cannot take away.
+    let closed = output::print(&if args.run.json { compact(&report)? + "\n" } else { text::text(&report) })?;
     if let Some(path) = &args.html {
         output::write(path, "page", html::page(&report))?;
     }
     if let Some(path) = &args.run.stats_json {
         output::write(path, "statistics", pretty(&report)? + "\n")?;
     }
-    let shown = if args.run.json { compact(&report)? + "\n" } else { text::text(&report) };
-    Ok(output::print(&shown)?.unwrap_or(done))
+    Ok(closed.unwrap_or(done?))
 }
 
 /// What the drive can do: as the user says, or as tuning measured it.

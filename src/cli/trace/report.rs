@@ -44,11 +44,11 @@ pub fn report(args: &ReportArgs) -> Result<Done, Failure> {
     }
     let report = Report::of(&traces.iter().collect::<Vec<_>>());
     let head = head(&traces);
+    let closed = output::print(&if args.json { json_text(&traces, &report) } else { text(&head, &report) })?;
     if let Some(path) = &args.svg {
         output::write(path, "picture", svg::draw(&head, &report))?;
     }
-    let text = if args.json { json_text(&traces, &report) } else { text(&head, &report) };
-    Ok(output::print(&text)?.unwrap_or(Done::Whole))
+    Ok(closed.unwrap_or(Done::Whole))
 }
 
 fn head(traces: &[Trace]) -> String {
