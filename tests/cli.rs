@@ -590,6 +590,21 @@ fn a_full_disk_is_an_error() {
 }
 
 #[test]
+fn a_limit_on_the_size_of_files_is_an_error_with_the_name_of_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let limited = |arguments: &str, made: &str| {
+        let line = format!("ulimit -f 4; exec {} {arguments} {made}", env!("CARGO_BIN_EXE_millstream"));
+        let mut shell = Command::new("sh");
+        program::forget_settings(&mut shell);
+        shell.args(["-c", &line]).env("HOME", dir.path()).current_dir(dir.path()).output().unwrap()
+    };
+    refused(&limited("synth -q --preset small", "model"), 1, &["error: ", "model", "os error 27"]);
+    let timeline = limited(&format!("run -q -m {} --raw -p a -n 2 --timeline", bundled().display()), "t.json");
+    assert_eq!(timeline.status.code(), Some(1), "{}", stderr(&timeline));
+    assert!(stderr(&timeline).contains("cannot write the timeline to t.json"), "{}", stderr(&timeline));
+}
+
+#[test]
 fn an_interrupt_ends_the_answer_and_shows_it() {
     let mut child = millstream(&["run", "-n", "-1", "--ignore-eos", "-p", FOX])
         .stdout(Stdio::piped())

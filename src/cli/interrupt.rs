@@ -1,9 +1,10 @@
-//! Interrupts: the first asks for an orderly end, the second ends the process.
+//! Signals. Interrupts: the first asks for an orderly end, the second ends the process. The limit on the size of files: no
+//! signal is needed to know of it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 
 use super::Failure;
 
@@ -35,6 +36,13 @@ pub fn unwatch() {
     if let Some(watch) = WATCH.get() {
         watch.fatal.store(true, Ordering::SeqCst);
     }
+}
+
+/// A write beyond `ulimit -f` is an error like others, EFBIG, which names its file. By default the kernel sends a signal
+/// first that ends the process without a word; with a handler, whatever it does, the write comes back instead.
+pub fn survive_file_limit() {
+    // Where no handler can be had, a write ends the process as it would have.
+    let _ = signal_hook::flag::register(SIGXFSZ, Arc::default());
 }
 
 fn register() -> std::io::Result<Watch> {

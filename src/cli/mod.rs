@@ -130,6 +130,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(refused.exit_code() as u8);
         }
     };
+    interrupt::survive_file_limit();
     let machine = machine::Machine::here();
     let result = match &args.command {
         args::Command::Run(run_args) => run::run(run_args, &machine),
