@@ -141,12 +141,22 @@ fn read_memory(root: &Path) -> Memory {
         source: "memory available on the machine".into(),
         limited: false,
     };
-    match cgroup_room(root) {
+    match [cgroup_room(root), address_room(root)].into_iter().flatten().min() {
         Some((room, source)) if told.is_none_or(|free| room < free) => {
             Memory { available: room, known: true, source, limited: true, ..whole }
         }
         _ => whole,
     }
+}
+
+/// What the limit on this process's address space leaves of it. Memory that is used is mapped first, so that no more than
+/// this can be had.
+fn address_room(root: &Path) -> Option<(u64, String)> {
+    let limits = read(&root.join("proc/self/limits"));
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
+    let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
+    let mapped = kilobytes(&read(&root.join("proc/self/status")), "VmSize").unwrap_or(0);
+    Some((limit.saturating_sub(mapped), "limit on the address space (ulimit -v)".to_owned()))
 }
 
 /// The least room any limit on this process's control group, or on one above it, leaves.
@@ -392,6 +402,26 @@ mod tests {
     fn a_limit_above_what_is_there_does_not_count() {
         let memory = memory(&[MOUNT_V2, ("proc/self/cgroup", "0::/\n"), ("sys/fs/cgroup/memory.max", "99000000000\n")]);
         assert_eq!(memory.available, 20_000_000 * 1024);
+    }
+
+    #[test]
+    fn a_limit_on_the_address_space_counts_without_what_is_mapped_already() {
+        let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
+                      Max address space         3072000000           unlimited            bytes     \n";
+        let status = ("proc/self/status", "VmPeak:\t  400000 kB\nVmSize:\t  250000 kB\n");
+        let limited = memory(&[("proc/self/limits", limits), status]);
+        assert_eq!(limited.available, 3_072_000_000 - 256_000_000);
+        assert!(limited.limited && limited.source.contains("ulimit -v"), "{}", limited.source);
+        let unlimited = limits.replace("3072000000", "unlimited ");
+        assert!(!memory(&[("proc/self/limits", &unlimited), status]).limited);
+        // The tighter of two limits counts.
+        let group = [
+            MOUNT_V2,
+            ("proc/self/cgroup", "0::/\n"),
+            ("sys/fs/cgroup/memory.max", "1000000000\n"),
+            ("proc/self/limits", limits),
+        ];
+        assert_eq!(memory(&group).available, 1_000_000_000);
     }
 
     #[test]

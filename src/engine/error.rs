@@ -139,8 +139,13 @@ impl EngineError {
         match self {
             EngineError::Checkpoint(e) | EngineError::Resident(ResidentError::Checkpoint(e)) => Some(e.hint().into()),
             EngineError::Mirror(e) => Some(e.hint().into()),
+            EngineError::Resident(ResidentError::Memory { .. }) => Some(
+                "the weights that stay in memory take as much whatever --ram is: free memory, or raise `ulimit -v` or the \
+                 cgroup's memory.max"
+                    .into(),
+            ),
             EngineError::Io(e)
-            | EngineError::Resident(ResidentError::Read { source: e, .. } | ResidentError::Memory { source: e, .. })
+            | EngineError::Resident(ResidentError::Read { source: e, .. })
             | EngineError::Table(TableError { source: e, .. })
             | EngineError::Forward(ForwardError::Store(StoreError::Read { source: e, .. } | StoreError::Device(e))) => {
                 e.hint()
