@@ -585,6 +585,26 @@ fn without_a_template_doctor_warns_and_raw_prompts_run() {
 }
 
 #[test]
+fn where_only_a_long_context_does_not_fit_doctor_warns_and_a_short_run_works() {
+    let dir = Model::TalesInt4.dir();
+    let with_ram = |ram: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+        let output = command.args(["doctor", "--json", "-m"]).arg(&dir).env("MILLSTREAM_RAM", ram).output().unwrap();
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    let report = with_ram("5M");
+    let checks = report["checks"].as_array().unwrap();
+    let hint = checks.iter().find(|check| check["id"] == "memory").unwrap()["hint"].as_str().unwrap();
+    let least = hint.rsplit("--ram ").next().unwrap();
+    let report = with_ram(least);
+    let (found, detail) = status(&report, "memory");
+    assert!(found == "warn" && detail.contains("for a context of 64 ("), "{report}");
+    let run = ["run", "--raw", "-p", "Once", "-n", "1", "--ram", least, "-m", dir.to_str().unwrap()];
+    let output = millstream(&run);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+}
+
+#[test]
 fn too_little_memory_and_bad_settings_fail() {
     let dir = Model::TalesInt4.dir();
     let with = |name: &str, value: &str| {

@@ -10,11 +10,12 @@ use millstream_io::{
 };
 
 use crate::checkpoint::{Checkpoint, ExpertSource};
-use crate::engine::budget::Budget;
-use crate::engine::{Engine, EngineConfig};
+use crate::engine::budget::{Budget, TooSmall};
+use crate::engine::{Engine, EngineConfig, EngineError};
 use crate::kernels::Kernels;
 
 use super::Report;
+use crate::cli::config::RunConfig;
 use crate::cli::machine::Machine;
 use crate::cli::plan::speed;
 use crate::cli::{Failure, render, size};
@@ -47,32 +48,64 @@ pub fn pages(machine: &Machine, report: &mut Report) {
     }
 }
 
-/// How memory would be divided with the settings of `run`.
+/// Contexts that are tried where the usual one does not fit; the last is the shortest that `run` makes.
+const SHORTER: [usize; 3] = [1024, 256, 64];
+
+/// How memory would be divided with the settings of `run`, in the longest context that it has by itself, or in a shorter one:
+/// only what does not fit at all fails.
 pub fn memory(
     machine: &Machine,
     checkpoint: &Checkpoint,
-    engine: &EngineConfig,
+    config: &RunConfig,
+    longest: usize,
     report: &mut Report,
 ) -> Option<Budget> {
-    let budget = match Engine::plan(checkpoint, engine) {
-        Ok(budget) => budget,
-        Err(error) => {
-            let hint = error.hint();
-            report.fail("memory", Failure::of(&error).error, hint);
-            return None;
+    let plan = |context| Engine::plan(checkpoint, &config.engine(context));
+    let mut refused = None;
+    for context in std::iter::once(longest).chain(SHORTER.into_iter().filter(|shorter| *shorter < longest)) {
+        match plan(context) {
+            Ok(budget) => {
+                divided(machine, checkpoint, &budget, context, refused, report);
+                return Some(budget);
+            }
+            Err(EngineError::TooSmall(error)) => refused = Some((context, error)),
+            Err(error) => {
+                report.fail("memory", Failure::of(&error).error, error.hint());
+                return None;
+            }
         }
-    };
+    }
+    let (_, error) = refused?;
+    let hint = format!("free memory, or allow more: a short `run` works with --ram {}", error.typed());
+    report.fail("memory", error.to_string(), Some(hint));
+    None
+}
+
+/// Says how memory is divided in a context, and that a longer one was refused, where it was.
+fn divided(
+    machine: &Machine,
+    checkpoint: &Checkpoint,
+    budget: &Budget,
+    context: usize,
+    refused: Option<(usize, TooSmall)>,
+    report: &mut Report,
+) {
     let text = budget.to_string();
-    let text = format!("{} ({})", text.strip_prefix("memory: ").unwrap_or(&text), machine.memory.source);
-    let sparse = checkpoint.routed().count();
-    let token = (sparse * checkpoint.arch.moe.top_k) as u64;
-    if budget.slots() < token {
+    let text = text.strip_prefix("memory: ").unwrap_or(&text);
+    let text = format!("{text}, for a context of {context} ({})", machine.memory.source);
+    let token = (checkpoint.routed().count() * checkpoint.arch.moe.top_k) as u64;
+    if let Some((longer, error)) = refused {
+        let hint = format!(
+            "shorten prompt and answer (`run -n`), or free memory: a context of {longer} needs {}",
+            size::show(error.needed())
+        );
+        report.warn("memory", text, hint);
+    } else if budget.slots() < token {
         let hint = format!("one token uses {token} experts, so few are found in memory: raise --ram or shorten -c");
         report.warn("memory", text, hint);
     } else {
         report.ok("memory", text);
     }
-    Some(budget)
 }
 
 /// Whether the ring may pin the slabs.

@@ -190,7 +190,7 @@ fn examine(
     let context = checkpoint.arch.max_context.min(DEFAULT_CONTEXT);
     let engine = config.engine(context);
     host::pages(machine, report);
-    let budget = host::memory(machine, &checkpoint, &engine, report);
+    let budget = host::memory(machine, &checkpoint, &config, context, report);
     host::locked(machine, budget.as_ref(), report);
     let Some(files) = host::files(machine, &checkpoint, &engine, report) else {
         for id in ["io_uring", "disk", "placement", "checksums"] {
