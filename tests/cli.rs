@@ -469,6 +469,18 @@ fn missing_small_files_are_named() {
 }
 
 #[test]
+fn token_ids_need_no_tokenizer_and_neither_do_commands_that_only_look() {
+    let dir = copy_without(&["tokenizer.json"]);
+    let model = dir.path().to_str().unwrap();
+    let ids = |model| answer(&["-q", "--ids", "-p", "17 4 256", "-n", "3", "--temp", "0", "-m", model]);
+    assert_eq!(ids(model), ids(bundled().to_str().unwrap()));
+    for command in ["info", "census"] {
+        done(millstream(&[command, model]).output().unwrap());
+    }
+    refused(&run(&["-p", "x", "-m", model]), 1, &["tokenizer.json", "--ids"]);
+}
+
+#[test]
 fn a_tokenizer_that_is_none_is_named() {
     for text in ["{}", "", "{\"model\":{\"type\":\"BPE\",\"vocab\":{},\"merges\":[]}}"] {
         let dir = copy_without(&["tokenizer.json"]);

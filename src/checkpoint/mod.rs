@@ -67,6 +67,13 @@ impl Checkpoint {
         Checkpoint::open_with(dir, &SMALL_FILES)
     }
 
+    /// As [`Checkpoint::open`], for whoever can do without tokenizer.json: token ids need none.
+    pub fn open_without_tokenizer(dir: &Path) -> Result<Checkpoint> {
+        refuse_unfinished(dir)?;
+        let needed = if is_there(&dir.join("config.json"))? { &SMALL_FILES[..1] } else { &SMALL_FILES[..] };
+        Checkpoint::open_with(dir, needed)
+    }
+
     /// As [`Checkpoint::open`], with the list of small files that must be there.
     pub(crate) fn open_with(dir: &Path, small_files: &[&str]) -> Result<Checkpoint> {
         Checkpoint::open_remembering(dir, small_files, &tensors::Headers::new())

@@ -126,9 +126,9 @@ fn set_aside(container: &Path, cache: &Path, name: &str, quiet: bool) -> Result<
     }
 }
 
-/// Opens the model in `dir`.
+/// Opens the model in `dir`. That it has a tokenizer is for those to see to who need one.
 pub fn open(dir: &Path) -> Result<Checkpoint, Failure> {
-    Checkpoint::open(dir).map_err(|e| Failure::of(&e).hint(e.hint()))
+    Checkpoint::open_without_tokenizer(dir).map_err(|e| Failure::of(&e).hint(e.hint()))
 }
 
 /// The name of a container in the cache: everything that decides its bytes, so that none of it can change under a name.
