@@ -92,6 +92,8 @@ pub const TRIAL_TOKENS_MAX: usize = 256;
 pub const CHECKED_RUN_GAP_MAX: u64 = 64;
 /// Largest slab that the check of checksums reads into. A longer run is hashed in parts.
 pub const CHECK_SLAB_BYTES_MAX: usize = 8 << 20;
+/// Less memory than this holds no model: a size without its unit.
+pub const RAM_BYTES_MIN: u64 = 1 << 20;
 /// Resident weights are read so much at a time: whoever cancels waits no longer than that takes.
 pub const LOAD_PART_BYTES: usize = 8 << 20;
 /// Experts not in memory any more whose copies are read again when a drive gave wrong bytes: 1.2 GB of the largest.

@@ -151,8 +151,9 @@ fn an_interrupt_shows_what_was_measured() {
 #[test]
 fn what_makes_no_sweep_is_refused() {
     for (knob, flags, words) in [
-        ("ram", &["--ram", "1G"][..], "--ram is what `sweep ram` varies"),
-        ("threads", &["-t", "2"], "--threads is what `sweep threads` varies"),
+        ("ram", &["--ram", "1G"][..], "such as --values 4G,8G"),
+        ("threads", &["-t", "2"], "such as --values 4,8"),
+        ("ram", &["--values", "4,8"], "no model fits so few bytes"),
         ("ram", &["--values", "auto"], "sizes"),
         ("ram", &["--values", "0"], "no model fits"),
         ("threads", &["--values", "0"], "from 1 to"),

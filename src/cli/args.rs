@@ -11,7 +11,7 @@ use millstream_io::{CHUNK_WHOLE, DeviceKind, IoMode};
 use crate::checkpoint::container::GROUP_SIZES;
 use crate::engine::{Activations, AttentionForm, Depth, Dsa, PolicyKind, Switch, Verify};
 use crate::kernels::Isa;
-use crate::limits::{MAX_CONTEXT, MAX_THREADS, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
+use crate::limits::{MAX_CONTEXT, MAX_THREADS, RAM_BYTES_MIN, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
 use super::bench::BenchArgs;
 use super::census::CensusArgs;
@@ -479,6 +479,7 @@ pub fn parse_ram(text: &str) -> Result<Ram, String> {
         "auto" => Ok(Ram::Auto),
         _ => match size::parse(text)? {
             0 => Err("no model fits no memory: write a size such as 16G, or auto".into()),
+            ..RAM_BYTES_MIN => Err("no model fits so few bytes: write a size such as 16G, or auto".into()),
             bytes => Ok(Ram::Bytes(bytes)),
         },
     }

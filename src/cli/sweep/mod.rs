@@ -178,8 +178,12 @@ fn check(knob: Knob, values: &[u64], common: &Common, machine: &Machine) -> Resu
     };
     if varied {
         let name = knob.name();
+        let values = match knob {
+            Knob::Ram => "4G,8G",
+            Knob::Threads => "4,8",
+        };
         return Err(Failure::usage(format!("--{name} is what `sweep {name}` varies"))
-            .hint("give the values to try with --values, such as --values 4,8"));
+            .hint(format!("give the values to try with --values, such as --values {values}")));
     }
     if values.len() > SWEEP_VALUES_MAX {
         return Err(Failure::usage(format!("{} values: at most {SWEEP_VALUES_MAX} are tried", values.len())));
