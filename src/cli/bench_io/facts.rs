@@ -176,11 +176,7 @@ impl Facts {
         if !matches!(self.access, Access::Direct { .. }) {
             warnings.push("no direct reads here: whatever memory may have served is marked cached".to_owned());
         }
-        if let Some([load, ..]) = self.limits.load
-            && load > self.cores as f64
-        {
-            warnings.push(format!("a load of {load:.1} on {} cores: figures are lower than they could be", self.cores));
-        }
+        warnings.extend(self.limits.busy(self.cores));
         if !self.limits.io_limits.is_empty() {
             warnings.push("reading is throttled by the control group".to_owned());
         }

@@ -23,6 +23,14 @@ pub struct KernelFacts {
     pub io_limits: Vec<String>,
 }
 
+impl KernelFacts {
+    /// That others are at work, where they are so much that it shows in figures measured on `cores` cores.
+    pub fn busy(&self, cores: usize) -> Option<String> {
+        let [load, ..] = self.load.filter(|[load, ..]| *load > cores as f64)?;
+        Some(format!("a load of {load:.1} on {cores} cores: figures are lower than they could be"))
+    }
+}
+
 /// Bit of `CAP_IPC_LOCK` in a set of capabilities.
 const CAP_IPC_LOCK: u32 = 14;
 

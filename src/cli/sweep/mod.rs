@@ -145,6 +145,9 @@ pub fn sweep(args: &SweepArgs, machine: &Machine) -> Result<Done, Failure> {
             Knob::Threads => range::threads(machine.cores),
         };
     }
+    if let Some(busy) = machine.kernel_facts().busy(machine.cores) {
+        render::note(run_args.quiet, &busy);
+    }
     let rounds = common.repetitions.unwrap_or(ROUNDS_DEFAULT);
     let (arms, measured) = measure::measure(knob, &values, rounds, &run_args, machine, prepared)?;
     let report = Report { knob, rounds, arms, measured };

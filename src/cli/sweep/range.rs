@@ -41,6 +41,16 @@ pub fn enough(rates: &[Option<f64>]) -> Option<usize> {
     rates.iter().position(|rate| rate.is_some_and(|rate| rate >= GOOD_ENOUGH * best))
 }
 
+/// Whether chance alone may have put the value at `chosen` before or behind another: medians are further apart than what is
+/// as good, and the ranges from least to most overlap. `spreads` are median, least and most of each.
+pub fn by_chance(spreads: &[Option<[f64; 3]>], chosen: usize) -> bool {
+    let Some([median, least, most]) = spreads[chosen] else { return false };
+    spreads.iter().flatten().any(|&[other, other_least, other_most]| {
+        let apart = median.min(other) < GOOD_ENOUGH * median.max(other);
+        apart && least <= other_most && other_least <= most
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -71,5 +81,16 @@ mod tests {
         assert_eq!(enough(&[None, Some(2.0)]), Some(1));
         assert_eq!(enough(&[Some(10.0), Some(1.0)]), Some(0));
         assert_eq!(enough(&[None]), None);
+    }
+
+    #[test]
+    fn ranges_that_overlap_tell_nothing_of_medians_that_lie_apart() {
+        let noise = [Some([2.38, 1.75, 3.00]), Some([1.84, 1.60, 2.07])];
+        assert!(by_chance(&noise, 0) && by_chance(&noise, 1));
+        let clear = [Some([1.0, 0.9, 1.1]), None, Some([2.0, 1.9, 2.1]), Some([2.05, 1.9, 2.2])];
+        assert!(!by_chance(&clear, 2), "the last one is as good, and the first far away");
+        assert!(!by_chance(&clear, 1));
+        // One round has no range.
+        assert!(!by_chance(&[Some([1.0; 3]), Some([2.0; 3])], 1));
     }
 }

@@ -82,15 +82,26 @@ pub fn conclusion(report: &Report) -> Option<String> {
     let best = rates.iter().flatten().copied().fold(0.0, f64::max);
     let (value, rate) = (knob.show(report.arms[index].value), rates[index]?);
     let name = knob.name();
-    Some(format!(
-        "{name} {value} is enough: {rate:.2} tok/s of {best:.2} at best, and no smaller value comes within 5 %"
-    ))
+    let smaller = match index {
+        0 => "it is the smallest value",
+        _ => "no smaller value comes within 5 %",
+    };
+    let chance = match is_by_chance(report, index) {
+        true => "; but ranges overlap, so that this may be chance: more rounds (-r) tell",
+        false => "",
+    };
+    Some(format!("{name} {value} is enough: {rate:.2} tok/s of {best:.2} at best, and {smaller}{chance}"))
+}
+
+fn is_by_chance(report: &Report, index: usize) -> bool {
+    let spreads: Vec<_> = report.arms.iter().map(|arm| arm.spread(|sample| sample.decode_tok_s)).collect();
+    range::by_chance(&spreads, index)
 }
 
 /// The object, with a newline.
 pub fn json(report: &Report) -> String {
     let first = &report.measured.first;
-    let enough = range::enough(&rates(report)).map(|index| report.arms[index].value);
+    let enough = range::enough(&rates(report));
     // Of the first generation; the one that is varied stands with its values.
     let mut settings = first.settings.clone();
     settings.shift_remove(report.knob.name());
@@ -106,7 +117,8 @@ pub fn json(report: &Report) -> String {
         "tokens": first.tokens,
         "ids": first.ids,
         "values": report.arms.iter().map(value).collect::<Vec<_>>(),
-        "enough": enough,
+        "enough": enough.map(|index| report.arms[index].value),
+        "ranges_overlap": enough.map(|index| is_by_chance(report, index)),
     });
     format!("{object:#}\n")
 }
