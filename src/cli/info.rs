@@ -140,7 +140,11 @@ impl<'a> Info<'a> {
         let (ram, free) = (size::show(machine.memory.total), size::show(machine.memory.available));
         line("RAM", format!("{ram}, {free} to be had: {}", machine.memory.source));
         match &self.budget {
-            Ok(budget) => line("budget", budget.to_string().trim_start_matches("memory: ").to_owned()),
+            Ok(budget) => {
+                let context = arch.max_context.min(DEFAULT_CONTEXT);
+                let said = budget.to_string();
+                line("budget", format!("{}, for a context of {context}", said.trim_start_matches("memory: ")));
+            }
             Err(why) => line("budget", why.clone()),
         }
         line("disk", self.disk.text());
@@ -228,7 +232,7 @@ impl<'a> Info<'a> {
             },
             "budget": self.budget.as_ref().map_or_else(
                 |why| json!({ "error": why }),
-                |budget| json!({ "total": budget.total, "resident": budget.resident, "experts": budget.experts(), "slots": budget.slots() }),
+                |budget| json!({ "context": arch.max_context.min(DEFAULT_CONTEXT), "total": budget.total, "resident": budget.resident, "experts": budget.experts(), "slots": budget.slots() }),
             ),
             "disk": {
                 "fs": self.disk.file_system,

@@ -102,6 +102,8 @@ pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
 
 /// Everything that is expected of a model here.
 struct Plan {
+    /// Tokens of context that it is for.
+    context: usize,
     budget: Budget,
     /// Who says how much memory there is.
     source: String,
@@ -154,6 +156,7 @@ impl Plan {
         let source = if config.ram.is_some() { "asked for".to_owned() } else { machine.memory.source.clone() };
         let nothing = Expected { slots: 0, hit_rate: 0.0, bytes_per_token: 0.0, prediction: None, assumed: None };
         let mut plan = Plan {
+            context,
             source,
             expert_bytes,
             history: usage.before().to_vec(),

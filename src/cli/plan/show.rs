@@ -19,7 +19,7 @@ pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
         0 => "chosen evenly, for want of a history".to_owned(),
         count => format!("by a history of {} selections", size::grouped(count)),
     };
-    let mut text = format!("{}\n", plan.budget);
+    let mut text = format!("{}, for a context of {}\n", plan.budget, plan.context);
     let _ = writeln!(
         text,
         "experts: {used} of {} used by a token, {} slabs; {basis}, {:.1} % are found in memory and {} are read, of {} at worst",
@@ -108,6 +108,7 @@ pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
     });
     let mut object = json!({
         "schema_version": 1,
+        "context": plan.context,
         "budget": {
             "total": budget.total,
             "source": plan.source,
