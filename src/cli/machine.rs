@@ -7,6 +7,7 @@ mod kernel;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::io::IsTerminal;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -69,6 +70,11 @@ impl Machine {
     /// An environment variable; empty counts as absent.
     pub fn variable(&self, name: &str) -> Option<&OsString> {
         self.environment.get(name).filter(|value| !value.is_empty())
+    }
+
+    /// Whether the terminal on standard error can draw a line over: `TERM=dumb` says that it cannot.
+    pub fn redraws() -> bool {
+        std::io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|name| name != "dumb")
     }
 
     /// Names of environment variables that begin with `prefix`.

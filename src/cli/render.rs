@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use crate::engine::stats::{Directness, DriveUse, ExpertStats, IoStats, Stats};
 
 use super::config::Setting;
+use super::machine::Machine;
 use super::size;
 
 /// Nothing takes longer than this without a word.
@@ -40,10 +41,10 @@ pub fn aside(quiet: bool, text: &str) {
     note(quiet, text);
 }
 
-/// Progress of known length: one line that changes on a terminal, a line now and then elsewhere.
+/// Progress of known length: one line that changes on a terminal that can do it, a line now and then elsewhere.
 pub struct Progress {
     quiet: bool,
-    terminal: bool,
+    redraws: bool,
     last: Instant,
     drawn: bool,
 }
@@ -51,18 +52,18 @@ pub struct Progress {
 impl Progress {
     /// Progress that has shown nothing yet.
     pub fn new(quiet: bool) -> Progress {
-        Progress { quiet, terminal: std::io::stderr().is_terminal(), last: Instant::now(), drawn: false }
+        Progress { quiet, redraws: Machine::redraws(), last: Instant::now(), drawn: false }
     }
 
     /// Shows the line `text` makes, when it is time to.
     pub fn show(&mut self, text: impl FnOnce() -> String) {
-        let pause = if self.terminal { REDRAW } else { SILENCE };
+        let pause = if self.redraws { REDRAW } else { SILENCE };
         if self.quiet || self.last.elapsed() < pause {
             return;
         }
         self.last = Instant::now();
         self.drawn = true;
-        stderr(&if self.terminal { format!("\r\x1b[K{}", text()) } else { format!("{}\n", text()) });
+        stderr(&line(&text(), self.redraws));
     }
 
     /// Writes a note in place of the line.
@@ -73,11 +74,17 @@ impl Progress {
 
     /// Clears the line.
     pub fn end(&mut self) {
-        if self.drawn && self.terminal {
+        if self.drawn && self.redraws {
             stderr("\r\x1b[K");
         }
         self.drawn = false;
     }
+}
+
+/// A line of progress. One that is drawn over is cut off by the terminal where its columns end, instead of being continued
+/// below, where nothing would clear it.
+fn line(text: &str, redraws: bool) -> String {
+    if redraws { format!("\r\x1b[K\x1b[?7l{text}\x1b[?7h") } else { format!("{text}\n") }
 }
 
 /// Says every few seconds what is being waited for, until dropped.
@@ -302,6 +309,12 @@ pub fn micros(us: f64) -> String {
 mod tests {
     use super::*;
     use crate::engine::stats::{ExpertStats, IoStats, MemoryStats, StageStats, Stages};
+
+    #[test]
+    fn a_line_that_is_drawn_over_is_not_continued_below_and_one_that_is_not_holds_no_escapes() {
+        assert_eq!(line("4 of 24", true), "\r\x1b[K\x1b[?7l4 of 24\x1b[?7h");
+        assert_eq!(line("4 of 24", false), "4 of 24\n");
+    }
 
     #[test]
     fn the_statistics_add_up_and_read_well() {
