@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use millstream_io::limits::HUGE_PAGE_BYTES;
 use millstream_io::{
     Access, BlockDevice, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoError, PageKind, Priority, Read,
     SlabPool, Wait, layout, leave, open_device,
@@ -22,6 +23,10 @@ use crate::cli::{Failure, render, size};
 
 /// Buffers that try out pages and the ring: a few slabs of a large model.
 const TRIAL_BYTES: usize = 32 << 20;
+/// In so many pieces for the ring, which registers as many of them as may be locked.
+const TRIAL_PIECES: usize = 16;
+/// What the kernel counts of locked memory besides the slabs: the whole of the huge pages that they begin and end in.
+const LOCKED_BESIDES_BYTES: u64 = 2 * HUGE_PAGE_BYTES as u64;
 /// A drive that takes longer for one sector hangs.
 const TRIAL_WAIT: Duration = Duration::from_secs(30);
 
@@ -113,9 +118,10 @@ pub fn locked(machine: &Machine, budget: Option<&Budget>, report: &mut Report) {
     let Some(limit) = machine.lockable() else { return report.ok("memlock", "no limit on locked memory") };
     let detail = format!("{} may be locked", size::show(limit));
     match budget.map(Budget::experts) {
-        Some(wanted) if wanted > limit && machine.uid != 0 => {
-            let hint = format!("raise `ulimit -l` to {} KiB: reads into the rest cost more CPU", wanted >> 10);
-            report.warn("memlock", format!("{detail} of {} of slabs", size::show(wanted)), hint);
+        Some(slabs) if slabs + LOCKED_BESIDES_BYTES > limit && machine.uid != 0 => {
+            let wanted = slabs + LOCKED_BESIDES_BYTES;
+            let hint = format!("raise `ulimit -l` to {} KiB: reads into the rest cost more CPU", wanted.div_ceil(1 << 10));
+            report.warn("memlock", format!("{detail}, for {} of slabs", size::show(slabs)), hint);
         }
         _ if machine.uid == 0 => report.ok("memlock", format!("{detail}; a privileged process may lock more")),
         _ => report.ok("memlock", detail),
@@ -218,7 +224,8 @@ pub fn ring(files: &Arc<FileSet>, engine: &EngineConfig, report: &mut Report) {
     }
     match try_ring(files) {
         Ok(registered) => {
-            report.ok("io_uring", format!("works; {} of buffers registered", size::show(registered)));
+            let (registered, all) = (size::show(registered), size::show(TRIAL_BYTES as u64));
+            report.ok("io_uring", format!("works; {registered} of {all} of trial buffers registered"));
         }
         Err(error) if engine.device == DeviceKind::Uring => {
             report.fail("io_uring", error.to_string(), error.hint());
@@ -233,7 +240,7 @@ pub fn ring(files: &Arc<FileSet>, engine: &EngineConfig, report: &mut Report) {
 
 /// Opens a ring and reads with it; the bytes the kernel registered.
 pub fn try_ring(files: &Arc<FileSet>) -> Result<u64, IoError> {
-    let pool = SlabPool::new(TRIAL_BYTES, 1)?;
+    let pool = SlabPool::new(TRIAL_BYTES / TRIAL_PIECES, TRIAL_PIECES)?;
     let config = DeviceConfig { kind: DeviceKind::Uring, ..DeviceConfig::default() };
     let mut device = open_device(&config, Arc::clone(files), &pool)?;
     let registered = device.describe().registered_bytes;
