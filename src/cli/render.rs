@@ -156,10 +156,11 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
     let ended = ended(stats);
     let _ = writeln!(
         text,
-        "answer  {:>7} tokens in {:>8}  {}  {ended}{}",
+        "answer  {:>7} tokens in {:>8}  {}  {}{ended}{}",
         size::grouped(stats.tokens as u64),
         seconds(stats.decode_s),
         rate(stats.decode_tok_s),
+        over_steps(stats).map_or_else(String::new, |steps| format!("{steps}, ")),
         seed.map_or_else(String::new, |seed| format!(", seed {seed}")),
     );
     stage_table(&mut text, stats);
@@ -239,6 +240,12 @@ fn expert_lines(text: &mut String, experts: &ExpertStats) {
             }),
         );
     }
+}
+
+/// What the rate of the answer is of, where that is not its tokens: the first of them came of the prompt.
+pub fn over_steps(stats: &Stats) -> Option<String> {
+    let steps = stats.decode_steps;
+    (steps != stats.tokens && stats.decode_tok_s.is_some()).then(|| format!("over {}", size::counted(steps as u64, "step")))
 }
 
 /// How the answer ended.
@@ -353,7 +360,7 @@ mod tests {
         stats.derive();
         let expected = "
 prompt       14 tokens in  0.125 s    112.0 tok/s  first token after 0.131 s, model loaded in 0.031 s
-answer      128 tokens in  3.175 s     40.0 tok/s  ended by its length, seed 7
+answer      128 tokens in  3.175 s     40.0 tok/s  over 127 steps, ended by its length, seed 7
 stage             time    share     median        p99    visits
 attention      1.650 s   50.0 %    12.3 us     4.5 ms       768
 experts        1.650 s   50.0 %    12.3 us     4.5 ms    12,800

@@ -85,6 +85,11 @@ pub fn grouped(count: u64) -> String {
     out
 }
 
+/// `1 read`, `1,234 reads`.
+pub fn counted(count: u64, what: &str) -> String {
+    format!("{} {what}{}", grouped(count), if count == 1 { "" } else { "s" })
+}
+
 /// Four significant digits: more would be noise.
 pub fn short(value: f64) -> f64 {
     format!("{value:.3e}").parse().unwrap_or(value)
@@ -140,5 +145,6 @@ mod tests {
         assert_eq!(grouped(999), "999");
         assert_eq!(grouped(1_000), "1,000");
         assert_eq!(grouped(18_874_368), "18,874,368");
+        assert_eq!((counted(1, "read"), counted(0, "read"), counted(1000, "read")), ("1 read".into(), "0 reads".into(), "1,000 reads".into()));
     }
 }

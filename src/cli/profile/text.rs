@@ -68,7 +68,8 @@ fn rates(text: &mut String, report: &Report) {
     );
     let seed = report.seed.map_or_else(String::new, |seed| format!(", seed {seed}"));
     let (time, ended) = (seconds(stats.decode_s), render::ended(stats));
-    line(text, "answer", &format!("{answer} tokens in {time}, {}; {ended}{seed}", rate(stats.decode_tok_s)));
+    let steps = render::over_steps(stats).map_or_else(String::new, |steps| format!(" {steps}"));
+    line(text, "answer", &format!("{answer} tokens in {time}, {}{steps}; {ended}{seed}", rate(stats.decode_tok_s)));
     if let Some(tokens) = &report.tokens {
         let [p50, p99, max] = [tokens.p50, tokens.p99, tokens.max].map(|ms| micros(ms * 1e3));
         line(text, "a token", &format!("takes {p50} in the median, {p99} at the 99th percentile, {max} at most"));
