@@ -155,10 +155,10 @@ pub fn verdict(arms: &[Arm], lead: Option<&Lead>) -> (usize, String) {
         _ => return stay(&format!("{name} led, but not all of its rerun could be measured")),
     };
     let percent = 100.0 * (found.gain - 1.0);
-    let told = format!("{percent:.1} % in the median of {} reversed pairs, faster in {}", found.pairs, found.faster);
+    let told = format!("in the median of {} reversed pairs, faster in {} of them", found.pairs, found.faster);
     match found.holds() {
-        true => (*leader, format!("{name} generates faster than the defaults: {told} of them")),
-        false => stay(&format!("{name} led at first, but its rerun gained {told} of them")),
+        true => (*leader, format!("{name} generates {percent:.1} % faster than the defaults {told}")),
+        false => stay(&format!("{name} led at first, but its rerun gained {percent:.1} % {told}")),
     }
 }
 
@@ -242,7 +242,7 @@ mod tests {
         let (kept, reason) = verdict(&arms, Some(&pairs(1.05, PAIRS)));
         assert_eq!(kept, 1);
         assert!(
-            reason.contains("--depth 4 generates faster") && reason.contains("5.0 % in the median of 6 reversed pairs"),
+            reason.contains("--depth 4 generates 5.0 % faster than the defaults in the median of 6 reversed pairs"),
             "{reason}"
         );
         for (rerun, words) in [

@@ -32,8 +32,7 @@ fn outcome(report: &Report, index: usize) -> (&'static str, String) {
                 let percent = 100.0 * (rate / default - 1.0);
                 match &report.lead {
                     Some(lead) if lead.arm == index => ("not_held", "led, did not hold up in the rerun".to_owned()),
-                    _ if percent < 0.0 => ("not_faster", format!("{:.1} % slower", -percent)),
-                    _ => ("not_faster", format!("{percent:.1} % faster: less than 3 %, or not the fastest")),
+                    _ => ("not_faster", not_kept(percent)),
                 }
             }
             _ => memory(),
@@ -41,6 +40,16 @@ fn outcome(report: &Report, index: usize) -> (&'static str, String) {
         (Some(summary), false) if summary.cached => memory(),
         (Some(summary), false) if !summary.candidate.is_offered() => ("comparison", "for comparison only".to_owned()),
         _ => ("not_tried", "not tried: others read faster or take less CPU".to_owned()),
+    }
+}
+
+/// Why an arm that differs by so many percent from the defaults was no leader.
+fn not_kept(percent: f64) -> String {
+    let enough = 100.0 * (choose::GAIN_MIN - 1.0);
+    match percent {
+        _ if percent < 0.0 => format!("{:.1} % slower", -percent),
+        _ if percent < enough => format!("{percent:.1} % faster, which is less than {enough:.0} %"),
+        _ => format!("{percent:.1} % faster, and another was faster still"),
     }
 }
 
@@ -166,4 +175,16 @@ fn settings(reading: &Reading) -> Value {
         reading.texts().into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect();
     settings.insert("flags".to_owned(), reading.to_string().into());
     Value::Object(settings)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_arm_that_is_not_kept_was_slower_or_gained_too_little_or_was_not_the_fastest() {
+        assert_eq!(not_kept(-2.04), "2.0 % slower");
+        assert_eq!(not_kept(2.9), "2.9 % faster, which is less than 3 %");
+        assert_eq!(not_kept(13.2), "13.2 % faster, and another was faster still");
+    }
 }
