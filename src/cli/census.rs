@@ -215,7 +215,9 @@ fn picture(checkpoint: &Checkpoint, census: &Census) -> String {
         size::grouped(census.used().weights)
     );
     svg::text(&mut picture, 20.0, 48.0, "start", 12.0, &under);
-    let most = parts.iter().map(|&part| census.part(part).bytes).max().unwrap_or(1).max(1000) as f64;
+    let largest = parts.iter().map(|&part| census.part(part).bytes).max().unwrap_or(1).max(1000) as f64;
+    // A power of ten, so that the others on the axis are too.
+    let most = 10f64.powf(largest.log10().ceil());
     // From a hundredth of a hundredth of a percent on; what is smaller has a stub.
     let x = |bytes: u64| full * (1.0 + (bytes.max(1) as f64 / most).log10() / 6.0).clamp(0.01, 1.0);
     let bottom = top + height * parts.len() as f64;

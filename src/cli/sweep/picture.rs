@@ -1,5 +1,6 @@
 //! The sweep as a picture: the rate of the answer over the values, and below it where experts came from.
 
+use crate::cli::size;
 use crate::cli::svg::{self, COLOURS, line, nice_above, point, text};
 
 use super::measure::{Arm, Sample};
@@ -7,9 +8,11 @@ use super::{Knob, Report, show};
 
 const WIDTH: f64 = 820.0;
 const HEIGHT: f64 = 560.0;
+/// Characters of the model's name that leave room for the rest of its line.
+const NAME_CHARS: usize = 48;
 /// Plots: left, top, width, height.
 type Plot = (f64, f64, f64, f64);
-const RATE: Plot = (80.0, 92.0, 700.0, 220.0);
+const RATE: Plot = (80.0, 102.0, 700.0, 210.0);
 const SHARES: Plot = (80.0, 372.0, 700.0, 110.0);
 
 /// The picture, self-contained, on white.
@@ -18,8 +21,11 @@ pub fn draw(report: &Report) -> String {
     let (first, name) = (&report.measured.first, report.knob.name());
     text(&mut svg, 20.0, 28.0, "start", 17.0, &format!("Tokens a second over {name}"));
     let under = format!(
-        "{}; {} tokens after {} of prompt, median of {} rounds, lines from least to most",
-        first.model.dir, first.tokens, first.prompt_tokens, report.rounds
+        "{}; {} tokens after {} of prompt, median of {}, lines from least to most",
+        short_name(&first.model.dir),
+        first.tokens,
+        first.prompt_tokens,
+        size::counted(report.rounds as u64, "round")
     );
     text(&mut svg, 20.0, 48.0, "start", 12.0, &under);
     if let Some(said) = show::conclusion(report) {
@@ -47,6 +53,15 @@ pub fn draw(report: &Report) -> String {
     svg + "</svg>\n"
 }
 
+/// The end of a directory's path that has room in the picture.
+fn short_name(dir: &str) -> String {
+    let name = dir.trim_end_matches('/').rsplit('/').next().unwrap_or(dir);
+    match name.char_indices().nth(NAME_CHARS) {
+        Some((end, _)) => format!("{}...", &name[..end]),
+        None => name.to_owned(),
+    }
+}
+
 /// Where a value stands: memory on a logarithmic scale, threads on a linear one.
 fn x_of(report: &Report, value: u64) -> f64 {
     let scale = |value: u64| match report.knob {
@@ -67,9 +82,18 @@ fn axes(svg: &mut String, (left, top, width, height): Plot, most: f64, unit: &st
         let share = f64::from(step) / 4.0;
         let y = top + height * (1.0 - share);
         line(svg, (left, y), (left + width, y), "#dddddd", 1.0);
-        text(svg, left - 8.0, y + 4.0, "end", 11.0, &format!("{:.2}", share * most));
+        text(svg, left - 8.0, y + 4.0, "end", 11.0, &tick(share * most, most));
     }
     text(svg, left - 8.0, top - 10.0, "end", 11.0, unit);
+}
+
+/// A value on an axis that ends at `most`, with the digits that tell its steps apart.
+fn tick(value: f64, most: f64) -> String {
+    match most {
+        _ if most >= 40.0 => format!("{value:.0}"),
+        _ if most >= 4.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
 }
 
 fn series(
@@ -87,5 +111,20 @@ fn series(
     for (x, [median, least, most]) in points {
         line(svg, (x, y(least)), (x, y(most)), colour, 1.5);
         point(svg, (x, y(median)), colour, colour);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_end_inside_the_picture_and_ticks_have_the_digits_they_need() {
+        assert_eq!(short_name("/models/glm-5.2-int4/"), "glm-5.2-int4");
+        let long = format!("/home/somebody/.cache/millstream/{}", "x".repeat(80));
+        assert_eq!(short_name(&long), format!("{}...", "x".repeat(48)));
+        // A quarter of 40 is 10, of 4 is 1, of 1.2 is 0.3.
+        assert_eq!((tick(2000.0, 2000.0), tick(10.0, 40.0)), ("2000".into(), "10".into()));
+        assert_eq!((tick(1.5, 6.0), tick(0.3, 1.2)), ("1.5".into(), "0.30".into()));
     }
 }

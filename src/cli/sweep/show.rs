@@ -13,14 +13,14 @@ use crate::cli::size::short;
 pub fn text(report: &Report) -> String {
     let first = &report.measured.first;
     let mut text = format!(
-        "{}: {}, {} layers of {} experts; {} tokens after {} of prompt, {} rounds, an empty expert cache each time\n\n",
+        "{}: {}, {} layers of {} experts; {} tokens after {} of prompt, {}, an empty expert cache each time\n\n",
         first.model.dir,
         first.model.arch,
         first.model.layers,
         first.model.experts,
         first.tokens,
         first.prompt_tokens,
-        report.rounds
+        size::counted(report.rounds as u64, "round")
     );
     let heading = [report.knob.name(), "tok/s [min..max]", "prompt tok/s", "in memory", "read", "GB/s", "waited", ""];
     let rows: Vec<[String; 8]> = std::iter::once(heading.map(str::to_owned))
