@@ -114,7 +114,7 @@ pub struct RunArgs {
     /// Choose among tokens at least this fraction as likely as the most likely one [default: 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub min_p: Option<f32>,
-    /// Same seed, same answer [default: another each time; it is shown]
+    /// Same seed, same answer; -1 is another each time [default: -1; it is shown]
     #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed)]
     pub seed: Option<Seed>,
     /// End the answer before this text; may be given several times. The name of a control token means that token
@@ -467,7 +467,7 @@ pub fn parse_chunk(text: &str) -> Result<Chunk, String> {
             let fits = bytes > 0 && bytes <= u64::from(CHUNK_WHOLE) && bytes.is_multiple_of(CHUNK_BYTES_MIN.into());
             match u32::try_from(bytes) {
                 Ok(bytes) if fits => Ok(Chunk::Bytes(bytes)),
-                _ => Err(format!("{bytes} bytes are not a multiple of 64K up to 1G")),
+                _ => Err(format!("{text} is not a multiple of 64K up to 1G")),
             }
         }
     }
@@ -492,7 +492,10 @@ pub fn parse_threads(text: &str) -> Result<usize, String> {
 
 /// Reads `--policy`.
 fn parse_policy(text: &str) -> Result<PolicyKind, String> {
-    if text == "auto" { Ok(PolicyKind::default()) } else { text.parse() }
+    match text {
+        "auto" => Ok(PolicyKind::default()),
+        _ => text.parse().map_err(|_| format!("known are auto, {}", PolicyKind::ALL.map(PolicyKind::name).join(", "))),
+    }
 }
 
 /// Reads `--group`.

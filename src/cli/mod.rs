@@ -125,9 +125,11 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let args = match args::Args::try_parse_from(arguments) {
         Ok(args) => args,
         Err(refused) => {
-            // Nothing sensible is left to do when even the message cannot be written.
-            let _ = refused.print();
-            return ExitCode::from(refused.exit_code() as u8);
+            // Help that cannot be written was not given. Of a usage error the exit code says that it is one, message or not.
+            return match refused.print() {
+                Err(_) if refused.exit_code() == 0 => ExitCode::FAILURE,
+                _ => ExitCode::from(refused.exit_code() as u8),
+            };
         }
     };
     interrupt::survive_file_limit();

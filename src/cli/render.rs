@@ -7,6 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
+
 use crate::engine::stats::{Directness, DriveUse, ExpertStats, IoStats, Stats};
 
 use super::config::Setting;
@@ -134,10 +136,20 @@ pub fn settings_text(settings: &[Setting]) -> String {
     let width = settings.iter().map(|s| s.name.len()).max().unwrap_or(0);
     let mut text = String::new();
     for Setting { name, value, origin } in settings {
-        let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let value = setting_text(name, value);
         let _ = writeln!(text, "setting: {name:width$}  {value}  ({origin})");
     }
     text
+}
+
+/// The value of a setting as people read it.
+pub fn setting_text(name: &str, value: &Value) -> String {
+    match value {
+        Value::String(text) if name == "ram" => text.parse().map_or_else(|_| text.clone(), size::show),
+        Value::String(text) => text.clone(),
+        Value::Array(all) if all.is_empty() => "none".to_owned(),
+        other => other.to_string(),
+    }
 }
 
 /// The statistics after an answer.
@@ -224,8 +236,8 @@ fn expert_lines(text: &mut String, experts: &ExpertStats) {
         experts.hit_rate.map_or_else(|| "-".into(), |rate| format!("{:.1} %", 100.0 * rate)),
     );
     if experts.verified > 0 {
-        let (count, took) = (size::grouped(experts.verified), seconds(experts.verify_s));
-        let _ = writeln!(text, "checked {count} reads of experts by their checksums in {took}");
+        let (reads, took) = (size::counted(experts.verified, "read"), seconds(experts.verify_s));
+        let _ = writeln!(text, "checked {reads} of experts by their checksums in {took}");
     }
     if let Some(recall) = experts.lookahead_recall {
         let _ = writeln!(

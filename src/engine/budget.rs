@@ -208,7 +208,8 @@ impl fmt::Display for Budget {
 /// Bytes in MB of 10^6, or in GB of 10^9 where that is more than a thousand of them.
 pub(super) fn shown(bytes: u64) -> String {
     match bytes {
-        0..100_000 => format!("{:.2} MB", bytes as f64 / 1e6),
+        0 => "0 MB".to_owned(),
+        1..100_000 => format!("{:.2} MB", bytes as f64 / 1e6),
         100_000..999_950_000 => format!("{:.1} MB", bytes as f64 / 1e6),
         _ => format!("{:.2} GB", bytes as f64 / 1e9),
     }

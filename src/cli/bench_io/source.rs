@@ -9,6 +9,7 @@ use millstream_io::measure::scratch::Scratch;
 
 use super::stopped;
 use crate::cli::args::BenchIoArgs;
+use crate::cli::config::check_model_dir;
 use crate::cli::render::{self, Progress};
 use crate::cli::{Failure, size};
 
@@ -174,6 +175,7 @@ fn scratch_bytes(asked: Option<u64>, slab_bytes: u64, free: u64) -> Result<u64, 
 }
 
 fn shards(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
+    check_model_dir(dir, "-m")?;
     let entries =
         std::fs::read_dir(dir).map_err(|e| Failure::usage(format!("cannot read {}", dir.display())).cause(e))?;
     let mut shards: Vec<PathBuf> = entries

@@ -93,9 +93,11 @@ fn compare(
     let rate = outcome.bytes as f64 / 1e9 / began.elapsed().as_secs_f64().max(1e-9);
     let direct = (0..files.len() as u32).all(|file| matches!(files.access(FileId(file)), Access::Direct { .. }));
     let how = if direct { "" } else { ", through the page cache: a copy in memory may hide damage on the drive" };
-    let detail = format!("{} runs of {} read at {rate:.2} GB/s{how}", outcome.runs, size::show(outcome.bytes));
+    let (runs, bytes) = (size::counted(outcome.runs as u64, "run"), size::show(outcome.bytes));
+    let detail = format!("{runs} of {bytes} read at {rate:.2} GB/s{how}");
     if outcome.interrupted {
-        report.warn(ID, format!("interrupted: {detail}, {damaged} damaged"), "run it again to its end");
+        let detail = format!("interrupted after {bytes} at {rate:.2} GB/s{how}: {runs} compared, {damaged} damaged");
+        report.warn(ID, detail, "run it again to its end");
         return Ok(Done::Interrupted);
     }
     if damaged == 0 {

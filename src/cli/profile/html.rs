@@ -2,8 +2,6 @@
 
 use std::fmt::Write as _;
 
-use serde_json::Value;
-
 use crate::cli::advice;
 use crate::cli::render::{self, micros, seconds};
 use crate::cli::size;
@@ -95,7 +93,7 @@ fn tiles(html: &mut String, report: &Report) {
         ("answer", rate(stats.decode_tok_s)),
         ("prompt", rate(stats.prefill_tok_s)),
         ("a token, median", or_dash(report.tokens.as_ref().map(|tokens| micros(1e3 * tokens.p50)))),
-        ("experts in memory", percent(stats.experts.hit_rate)),
+        ("hit rate of experts", percent(stats.experts.hit_rate)),
         ("drive while busy", or_dash(stats.io.gb_s.map(|gb_s| format!("{gb_s:.2} GB/s")))),
         ("overlap efficiency", or_dash(stats.overlap.map(|overlap| format!("{:.2}", overlap.efficiency)))),
     ] {
@@ -269,12 +267,7 @@ fn conditions(html: &mut String, stats: &Stats) {
         ("program".into(), format!("millstream {}", env!("CARGO_PKG_VERSION"))),
     ];
     rows.extend(stats.settings.iter().map(|(name, value)| {
-        let shown = match value {
-            Value::String(text) => text.clone(),
-            Value::Array(all) if all.is_empty() => "none".to_owned(),
-            other => other.to_string(),
-        };
-        (name.clone(), shown)
+        (name.clone(), render::setting_text(name, value))
     }));
     let mut body = String::from("<table class=\"plain\">\n");
     for (name, value) in &rows {

@@ -185,8 +185,8 @@ fn experts(text: &mut String, experts: &ExpertStats) {
         line(text, "ahead", &ahead(experts));
     }
     if experts.verified > 0 {
-        let (count, took) = (size::grouped(experts.verified), seconds(experts.verify_s));
-        line(text, "checked", &format!("{count} reads of experts by their checksums in {took}"));
+        let (reads, took) = (size::counted(experts.verified, "read"), seconds(experts.verify_s));
+        line(text, "checked", &format!("{reads} of experts by their checksums in {took}"));
     }
 }
 

@@ -187,7 +187,8 @@ fn text(args: &SimulateArgs, traces: &[Trace], requests: &Requests, sizes: &[usi
         }
         text.push('\n');
         for (row, budget) in args.budgets.iter().enumerate() {
-            let _ = write!(text, "{:>10}  {:>6} experts", budget.name(), sizes[row]);
+            let experts = if sizes[row] == 1 { "expert " } else { "experts" };
+            let _ = write!(text, "{:>10}  {:>6} {experts}", budget.name(), sizes[row]);
             for column in columns {
                 let _ = write!(text, "{:>11}", cell(&column.outcomes[row]));
             }
@@ -205,13 +206,17 @@ fn text(args: &SimulateArgs, traces: &[Trace], requests: &Requests, sizes: &[usi
         }
     };
     if args.disk.is_some() {
-        table("tok/s, all overlapped", &speed(0));
+        // Where nothing else takes time, there is nothing to overlap reads with.
+        let reads_alone = args.matmul.is_none() && args.rest.is_none() && !args.reads_ahead();
+        table(if reads_alone { "tok/s, reads alone" } else { "tok/s, all overlapped" }, &speed(0));
         if args.matmul.is_some() {
             table("tok/s, nothing overlapped", &speed(1));
         }
-        table("tok/s, layer by layer", &|outcome| {
-            outcome.tokens_per_s().map_or_else(|| "-".into(), |speed| format!("{speed:.2}"))
-        });
+        if !reads_alone {
+            table("tok/s, layer by layer", &|outcome| {
+                outcome.tokens_per_s().map_or_else(|| "-".into(), |speed| format!("{speed:.2}"))
+            });
+        }
     }
     text
 }
