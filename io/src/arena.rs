@@ -8,6 +8,9 @@ use std::str::FromStr;
 use crate::error::{Errno, IoError};
 use crate::limits::{HUGE_PAGE_BYTES, PAGE_BYTES};
 
+/// Small pages are worth a line where they are more than one in so many of those that might be huge.
+const SMALL_NOTED: u64 = 4;
+
 /// Which pages back an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageKind {
@@ -166,11 +169,14 @@ impl Arena {
         let huge_bytes = anon_huge_bytes(&smaps, start, start + bytes).min(bytes);
         let kind = if huge_bytes * 2 >= bytes { PageKind::Transparent } else { PageKind::Small };
         let wished = bytes - bytes % HUGE_PAGE_BYTES as u64;
-        let note = (huge_bytes < wished && self.asked != Pages::Off).then(|| {
+        let small = wished.saturating_sub(huge_bytes);
+        let note = (SMALL_NOTED * small > wished && self.asked != Pages::Off).then(|| {
+            let enabled = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+            let remedy = remedy(&enabled);
             format!(
-                "{} of {} MiB of buffers are on 4 KiB pages: expect up to half the read speed and 10 times the CPU; \
-                 set /sys/kernel/mm/transparent_hugepage/enabled to madvise, or reserve vm.nr_hugepages",
-                (wished - huge_bytes) >> 20,
+                "{} of {} MiB of buffers are on 4 KiB pages: reads of those may have half the speed and take 10 times the \
+                 CPU; {remedy}, or reserve vm.nr_hugepages",
+                small >> 20,
                 wished >> 20
             )
         });
@@ -315,6 +321,14 @@ fn mapping_range(line: &str) -> Option<(u64, u64)> {
     Some((u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
 }
 
+/// What gives huge pages, where the kernel's setting for transparent ones is `enabled`: `always [madvise] never`.
+fn remedy(enabled: &str) -> &'static str {
+    match enabled.contains("[madvise]") || enabled.contains("[always]") {
+        true => "memory is in pieces: write 1 to /proc/sys/vm/compact_memory before",
+        false => "set /sys/kernel/mm/transparent_hugepage/enabled to madvise",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -394,7 +408,17 @@ mod tests {
         }
         assert_eq!((report.bytes, report.huge_bytes, report.kind), (8 << 20, 0, PageKind::Small));
         let note = report.note.unwrap();
-        assert!(note.contains("8 of 8 MiB") && note.contains("transparent_hugepage"), "{note}");
+        assert!(note.contains("8 of 8 MiB") && note.contains("vm.nr_hugepages"), "{note}");
         arena.as_mut_slice().fill(1);
+    }
+
+    #[test]
+    fn no_setting_is_advised_that_is_so_already() {
+        for enabled in ["always [madvise] never", "[always] madvise never"] {
+            assert!(remedy(enabled).contains("compact_memory"), "{enabled}");
+        }
+        for enabled in ["always madvise [never]", ""] {
+            assert!(remedy(enabled).contains("to madvise"), "{enabled}");
+        }
     }
 }
