@@ -257,7 +257,8 @@ fn expert_lines(text: &mut String, experts: &ExpertStats) {
 /// What the rate of the answer is of, where that is not its tokens: the first of them came of the prompt.
 pub fn over_steps(stats: &Stats) -> Option<String> {
     let steps = stats.decode_steps;
-    (steps != stats.tokens && stats.decode_tok_s.is_some()).then(|| format!("over {}", size::counted(steps as u64, "step")))
+    (steps != stats.tokens && stats.decode_tok_s.is_some())
+        .then(|| format!("over {}", size::counted(steps as u64, "step")))
 }
 
 /// How the answer ended.
@@ -363,9 +364,8 @@ mod tests {
                 rss_peak: 123_000_000,
                 resident: 5_000_000,
                 cache: 9_000_000,
-                cache_whole: 0,
                 kv: 200_000,
-                budget: 0,
+                ..MemoryStats::default()
             },
             ..Stats::default()
         };

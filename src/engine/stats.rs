@@ -276,12 +276,21 @@ pub struct ExpertStats {
 /// What memory is used for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct MemoryStats {
-    /// Bytes the program allowed itself.
+    /// Bytes the program allowed itself: at least the sum of `program`, `resident`, `kv`, `reconstruction`, `activations`,
+    /// `page_cache_reserve` and `cache`.
     pub budget: u64,
+    /// The program itself, its tokenizer, and what it knows of the model.
+    pub program: u64,
     /// Weights that are always there.
     pub resident: u64,
     /// Cached keys and values.
     pub kv: u64,
+    /// Rebuilt keys and values of explicit attention.
+    pub reconstruction: u64,
+    /// Scratch of a step and of its experts.
+    pub activations: u64,
+    /// What the kernel's page cache is left.
+    pub page_cache_reserve: u64,
     /// The expert cache.
     pub cache: u64,
     /// What it would take if it held every expert.
@@ -351,8 +360,12 @@ impl Engine {
             },
             memory: MemoryStats {
                 budget: self.budget.total,
+                program: self.budget.program,
                 resident: self.budget.resident,
                 kv: self.budget.kv,
+                reconstruction: self.budget.reconstruction,
+                activations: self.budget.activations,
+                page_cache_reserve: self.budget.page_cache,
                 cache: self.budget.experts(),
                 cache_whole: self.budget.every_expert,
                 rss_peak: 0,
