@@ -145,6 +145,9 @@ mod tests {
         assert_eq!(grouped(999), "999");
         assert_eq!(grouped(1_000), "1,000");
         assert_eq!(grouped(18_874_368), "18,874,368");
-        assert_eq!((counted(1, "read"), counted(0, "read"), counted(1000, "read")), ("1 read".into(), "0 reads".into(), "1,000 reads".into()));
+        assert_eq!(
+            (counted(1, "read"), counted(0, "read"), counted(1000, "read")),
+            ("1 read".into(), "0 reads".into(), "1,000 reads".into())
+        );
     }
 }

@@ -135,7 +135,8 @@ fn memory(facts: &Facts) -> Option<Advice> {
     }
     // Rounded down it would be too little for the last experts; but never more than there is.
     let above = size::typed_above(most);
-    let typed = if size::parse(&above).is_ok_and(|bytes| bytes <= facts.budget_most) { above } else { size::typed(most) };
+    let typed =
+        if size::parse(&above).is_ok_and(|bytes| bytes <= facts.budget_most) { above } else { size::typed(most) };
     let given = size::parse(&typed).unwrap_or(most);
     let held = |cache: u64| 100.0 * cache.min(facts.cache_whole) as f64 / facts.cache_whole.max(1) as f64;
     let (now, then) = (held(facts.cache), held(facts.cache + given.saturating_sub(facts.budget)));

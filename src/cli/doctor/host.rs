@@ -120,7 +120,8 @@ pub fn locked(machine: &Machine, budget: Option<&Budget>, report: &mut Report) {
     match budget.map(Budget::experts) {
         Some(slabs) if slabs + LOCKED_BESIDES_BYTES > limit && machine.uid != 0 => {
             let wanted = slabs + LOCKED_BESIDES_BYTES;
-            let hint = format!("raise `ulimit -l` to {} KiB: reads into the rest cost more CPU", wanted.div_ceil(1 << 10));
+            let hint =
+                format!("raise `ulimit -l` to {} KiB: reads into the rest cost more CPU", wanted.div_ceil(1 << 10));
             report.warn("memlock", format!("{detail}, for {} of slabs", size::show(slabs)), hint);
         }
         _ if machine.uid == 0 => report.ok("memlock", format!("{detail}; a privileged process may lock more")),

@@ -266,9 +266,7 @@ fn conditions(html: &mut String, stats: &Stats) {
         ("loaded in".into(), seconds(stats.load_s)),
         ("program".into(), format!("millstream {}", env!("CARGO_PKG_VERSION"))),
     ];
-    rows.extend(stats.settings.iter().map(|(name, value)| {
-        (name.clone(), render::setting_text(name, value))
-    }));
+    rows.extend(stats.settings.iter().map(|(name, value)| (name.clone(), render::setting_text(name, value))));
     let mut body = String::from("<table class=\"plain\">\n");
     for (name, value) in &rows {
         let _ = writeln!(body, "<tr><td>{}</td><td>{}</td></tr>", escaped(name), escaped(value));
