@@ -479,7 +479,7 @@ pub fn parse_ram(text: &str) -> Result<Ram, String> {
         "auto" => Ok(Ram::Auto),
         _ => match size::parse(text)? {
             0 => Err("no model fits no memory: write a size such as 16G, or auto".into()),
-            ..RAM_BYTES_MIN => Err("no model fits so few bytes: write a size such as 16G, or auto".into()),
+            1..RAM_BYTES_MIN => Err("no model fits so few bytes: write a size such as 16G, or auto".into()),
             bytes => Ok(Ram::Bytes(bytes)),
         },
     }

@@ -11,7 +11,7 @@ use crate::engine::config::DEFAULT_PREFILL_ROWS;
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
 use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
-use crate::limits::{PROGRAM_REST_BYTES, THREAD_BYTES};
+use crate::limits::{PROGRAM_REST_BYTES, THREAD_BYTES, TOKENIZER_TIMES};
 
 use super::Failure;
 use super::args::{self, Chunk, EngineArgs, KernelChoice, Ram, RunArgs, Seed};
@@ -192,6 +192,12 @@ impl RunConfig {
             history: self.history.clone(),
             ..self.engine.clone()
         })
+    }
+
+    /// Counts the tokenizer of the model in `dir` to what the process itself holds.
+    pub fn count_tokenizer(&mut self, dir: &Path) {
+        let tokenizer = std::fs::metadata(dir.join("tokenizer.json"));
+        self.program_bytes += tokenizer.map_or(0, |meta| meta.len()) * TOKENIZER_TIMES;
     }
 
     /// Takes from a tuning profile what was not asked for. Returns the line that names the profile.

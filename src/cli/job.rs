@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use crate::checkpoint::{Arch, Checkpoint};
 use crate::engine::stop::StopMatcher;
 use crate::engine::{EngineError, Job};
-use crate::limits::TOKENIZER_TIMES;
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 
 use super::args::{ModelArgs, RunArgs};
@@ -88,8 +87,7 @@ pub fn open_checkpoint(
         ModelChoice::Bundled(source) => bundled::container(source, machine, args.quiet)?,
     };
     if let Some(checkpoint) = &checkpoint {
-        let tokenizer = std::fs::metadata(checkpoint.dir.join("tokenizer.json"));
-        config.program_bytes += tokenizer.map_or(0, |meta| meta.len()) * TOKENIZER_TIMES;
+        config.count_tokenizer(&checkpoint.dir);
     }
     if let Some(checkpoint) = &checkpoint
         && config.tuning

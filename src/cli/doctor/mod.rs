@@ -186,6 +186,7 @@ fn examine(
         return Ok(Done::Whole);
     };
     let mut config = config.clone();
+    config.count_tokenizer(dir);
     tuning(machine, &checkpoint, &mut config, report);
     let context = checkpoint.arch.max_context.min(DEFAULT_CONTEXT);
     let engine = config.engine(context);
