@@ -157,7 +157,6 @@ impl Engine {
         if config.timeline {
             experts.store.record_reads(kept);
         }
-        let guess_from = config.switches.guess.from;
         let mut engine = Engine {
             experts,
             kv: KvCache::new(&arch, p.context, p.sparse),
@@ -174,7 +173,14 @@ impl Engine {
             load: opened_in + started.elapsed(),
             times: Times::default(),
             turning: Turning::new(config.switches),
-            model: Model { rope: p.rope, compute, arch, resident, sparse: p.sparse, guess_from },
+            model: Model {
+                rope: p.rope,
+                compute,
+                arch,
+                resident,
+                sparse: p.sparse,
+                guess_from: config.switches.guess.from,
+            },
         };
         engine.apply_switches();
         Ok(engine)

@@ -364,7 +364,7 @@ impl Engine {
                 resident: self.budget.resident,
                 kv: self.budget.kv,
                 reconstruction: self.budget.reconstruction,
-                activations: self.budget.activations,
+                activations: self.budget.activations + self.budget.working,
                 page_cache_reserve: self.budget.page_cache,
                 cache: self.budget.experts(),
                 cache_whole: self.budget.every_expert,
