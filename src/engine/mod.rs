@@ -126,9 +126,7 @@ impl Engine {
         let sizes: Vec<(usize, usize)> = (p.table.sizes().iter().zip(&p.budget.slabs))
             .map(|(size, slabs)| (size.slab_bytes, slabs.count as usize))
             .collect();
-        if cancel.load(Ordering::Relaxed) {
-            return Err(EngineError::Cancelled);
-        }
+        go_on_unless(cancel)?;
         let pool = SlabPool::of_sizes(&sizes)?;
         let device = device(&p.files, &pool)?;
         let described = device.describe();
@@ -157,6 +155,7 @@ impl Engine {
         if config.timeline {
             experts.store.record_reads(kept);
         }
+        let guess_from = config.switches.guess.from;
         let mut engine = Engine {
             experts,
             kv: KvCache::new(&arch, p.context, p.sparse),
@@ -173,14 +172,7 @@ impl Engine {
             load: opened_in + started.elapsed(),
             times: Times::default(),
             turning: Turning::new(config.switches),
-            model: Model {
-                rope: p.rope,
-                compute,
-                arch,
-                resident,
-                sparse: p.sparse,
-                guess_from: config.switches.guess.from,
-            },
+            model: Model { rope: p.rope, compute, arch, resident, sparse: p.sparse, guess_from },
         };
         engine.apply_switches();
         Ok(engine)
@@ -334,6 +326,11 @@ impl Prepared {
             budget,
         })
     }
+}
+
+/// Fails where the flag is up.
+fn go_on_unless(cancel: &AtomicBool) -> Result<(), EngineError> {
+    if cancel.load(Ordering::Relaxed) { Err(EngineError::Cancelled) } else { Ok(()) }
 }
 
 fn context_of(config: &EngineConfig, arch: &Arch) -> Result<usize, EngineError> {
