@@ -311,7 +311,7 @@ fn a_plan_adds_up_and_its_graph_has_every_need_before_it() {
     assert_eq!((budget("total"), &report["budget"]["source"]), (64 << 20, &"asked for".into()));
     // Six layers of 4096 positions of 80 + 16 floats.
     assert_eq!(budget("kv"), 6 * 4096 * 96 * 4);
-    let parts = ["program", "resident", "kv", "reconstruction", "activations", "experts"];
+    let parts = ["program", "resident", "kv", "reconstruction", "activations", "working", "experts"];
     let left = budget("total") - parts.iter().map(|part| budget(part)).sum::<u64>();
     let slots = report["slots"].as_u64().unwrap();
     assert!(left < budget("experts") / slots, "room for another expert is left: {report}");

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 use clap::Subcommand;
 
-use crate::engine::{Engine, Memory};
+use crate::engine::{Engine, EngineError, Memory};
 use crate::limits::SWEEP_VALUES_MAX;
 
 use super::args::{self, Ram, RunArgs};
@@ -219,13 +219,18 @@ fn run_args(knob: Knob, values: &[u64], common: &Common) -> RunArgs {
 fn ram_values(prepared: &Prepared, machine: &Machine) -> Result<Vec<u64>, Failure> {
     let Prepared { config, checkpoint, context, files, .. } = prepared;
     let mut engine = config.engine(*context);
-    engine.memory = Memory::Slabs(1);
-    let least = Engine::plan(checkpoint, &engine).map_err(|e| files.failure(e))?;
+    // As `run` finds it with too little: what a budget by slabs comes to may be less, as it may keep scales in memory.
+    engine.memory = Memory::Total(Some(0));
+    let least = match Engine::plan(checkpoint, &engine) {
+        Ok(budget) => budget.total,
+        Err(EngineError::TooSmall(error)) => error.needed(),
+        Err(error) => return Err(files.failure(error)),
+    };
     engine.memory = Memory::Slabs(checkpoint.routed().flatten().count());
     let whole = Engine::plan(checkpoint, &engine).map_err(|e| files.failure(e))?.total;
     engine.memory = Memory::Total(None);
     let most = Engine::plan(checkpoint, &engine).map_err(|e| files.failure(e))?.total.min(whole);
-    let values = range::memory(least.total, most);
+    let values = range::memory(least, most);
     if most < whole {
         let (whole, most) = (size::show(whole), size::show(most));
         render::note(false, &format!("all experts would take {whole}; {} leaves {most}", machine.memory.source));
