@@ -96,8 +96,11 @@ impl FileWriter {
     /// Writes what is left, puts `head` over the first bytes and makes all of it durable.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system says; after an error of [`FileWriter::write`] always one.
     pub fn finish(mut self, head: &[u8]) -> io::Result<()> {
+        if matches!(self.worker, Worker::Gone) {
+            return Err(after_an_error());
+        }
         while self.out > 0 {
             self.take_result()?;
         }
@@ -135,20 +138,32 @@ impl FileWriter {
                 self.out += 1;
                 if sent { Ok(()) } else { self.take_result() }
             }
-            Worker::Caller(sink) => sink.write(&slab, at),
-            Worker::Gone => Err(io::Error::other("writing went on after an error")),
+            Worker::Caller(sink) => {
+                let result = sink.write(&slab, at);
+                if result.is_err() {
+                    self.worker = Worker::Gone;
+                }
+                result
+            }
+            Worker::Gone => Err(after_an_error()),
         }
     }
 
     fn take_result(&mut self) -> io::Result<()> {
-        let Worker::Thread { done, .. } = &self.worker else { return Ok(()) };
+        let Worker::Thread { done, .. } = &self.worker else { return Err(after_an_error()) };
         let result = done.recv().unwrap_or_else(|_| Err(io::Error::other("the thread that writes has panicked")));
         self.out -= 1;
-        if result.is_err() {
-            self.worker = Worker::Gone;
+        if result.is_err() && let Worker::Thread { thread, .. } = std::mem::replace(&mut self.worker, Worker::Gone) {
+            // It ends after an error; the slabs that it had are free then. That it panicked is the error.
+            let _ = thread.join();
         }
         result
     }
+}
+
+/// A file that lacks bytes in its middle is not finished, whatever was added behind them.
+fn after_an_error() -> io::Error {
+    io::Error::other("writing went on after an error")
 }
 
 /// Has a thread of its own write slabs; where none can be had, the caller writes them, through the page cache.
@@ -263,5 +278,18 @@ mod tests {
         let result = writer.write(&bytes(8 * WRITE_SLAB_BYTES)).and_then(|()| writer.finish(b""));
         assert_eq!(result.unwrap_err().kind(), io::ErrorKind::StorageFull);
         assert_eq!(pool.free(), WRITE_SLABS);
+    }
+
+    #[test]
+    fn what_follows_an_error_is_an_error_and_never_waits() {
+        let pool = write_pool().unwrap();
+        for slabs in [1, 2, WRITE_SLABS, 4 * WRITE_SLABS] {
+            let mut writer = FileWriter::create(Path::new("/dev/full"), &pool).unwrap();
+            let failed = (0..100).any(|_| writer.write(&bytes(slabs * WRITE_SLAB_BYTES)).is_err());
+            assert!(failed, "{slabs}");
+            assert!(writer.write(&bytes(2 * WRITE_SLABS * WRITE_SLAB_BYTES)).is_err(), "{slabs}");
+            assert!(writer.finish(b"head").is_err(), "{slabs}");
+            assert_eq!(pool.free(), WRITE_SLABS);
+        }
     }
 }
