@@ -259,9 +259,9 @@ pub(crate) fn advise_random(file: &File) {
 
 /// Tells the kernel that the pages of `len` bytes at `offset` are not needed again: those that the range
 /// touches, whole.
-pub(crate) fn drop_cached(fd: RawFd, offset: u64, len: u32) {
+pub(crate) fn drop_cached(fd: RawFd, offset: u64, len: u64) {
     let start = align_down(offset, PAGE_BYTES as u64);
-    let Some(end) = align_up(offset + u64::from(len), PAGE_BYTES as u64) else {
+    let Some(end) = align_up(offset + len, PAGE_BYTES as u64) else {
         return;
     };
     let (start, len) = (start.cast_signed(), (end - start).cast_signed());

@@ -113,7 +113,10 @@ impl FileWriter {
             self.plain.write_all_at(&slab.bytes()[..self.filled], self.handed)?;
         }
         self.plain.write_all_at(head, 0)?;
-        self.plain.sync_all()
+        self.plain.sync_all()?;
+        // Who reads the file now, to see what the drive has, shall not be given what is left of it in memory.
+        drop_cached(self.plain.as_raw_fd(), 0, self.handed + self.filled as u64);
+        Ok(())
     }
 
     fn free_slab(&mut self) -> io::Result<Slab> {
@@ -210,7 +213,7 @@ impl Sink {
         if self.unsynced >= WRITEBACK_BYTES {
             self.plain.sync_data()?;
             let begin = at + slab.bytes().len() as u64 - self.unsynced;
-            drop_cached(self.plain.as_raw_fd(), begin, self.unsynced as u32);
+            drop_cached(self.plain.as_raw_fd(), begin, self.unsynced);
             self.unsynced = 0;
         }
         Ok(())

@@ -299,7 +299,7 @@ impl Driver {
             if let Some((fd, offset)) = usize::try_from(user_data).ok().and_then(|op| self.to_drop.get(op))
                 && let Ok(len @ 1..) = u32::try_from(result)
             {
-                drop_cached(*fd, *offset, len);
+                drop_cached(*fd, *offset, u64::from(len));
             }
         }
         let mut state = shared.lock();

@@ -164,7 +164,7 @@ impl Calls for Preads {
             _ => -Errno::last().0,
         };
         if self.drop_after && result > 0 {
-            drop_cached(issue.fd, issue.offset, result.cast_unsigned());
+            drop_cached(issue.fd, issue.offset, u64::from(result.cast_unsigned()));
         }
         result
     }
