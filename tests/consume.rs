@@ -6,10 +6,10 @@ mod program;
 #[path = "common/safetensors.rs"]
 mod safetensors;
 
-use millstream::checkpoint::convert::{ConvertOptions, Verified, convert, verify};
+use millstream::checkpoint::convert::{ConvertOptions, Progress, Verified, convert, verify};
 use millstream::checkpoint::{Checkpoint, CheckpointError};
 use program::{done, program, refused, stderr};
-use safetensors::{Shard, tiny_model};
+use safetensors::{Shard, Tensor, tiny_model};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, symlink};
@@ -142,6 +142,40 @@ fn a_source_goes_shard_by_shard_and_the_disk_never_holds_more_than_one_shard_twi
     let again = convert(src.path(), dst.path(), &options(), &mut |_| {}).unwrap();
     assert_eq!((again.shards_written, again.source_shards_removed), (0, 0));
     assert_same_files(dst.path(), &expected);
+}
+
+#[test]
+fn a_shard_with_a_tensor_that_the_container_lacks_stays_and_is_named() {
+    let src = sharded(tiny_model());
+    let (fourth, stray) = ("model-00004-of-00006.safetensors", "model.layers.7.mlp.shared_head.weight");
+    let add = |shard: &str, name: &str| {
+        let mut changed = Shard::read(&src.path().join(shard));
+        changed.tensors.push(Tensor::new(name, "BF16", &[3, 5], vec![7; 30]));
+        changed.write(&src.path().join(shard));
+    };
+    add(fourth, stray);
+    // A scale of activations is no part of a weight.
+    add("model-00002-of-00006.safetensors", "model.layers.1.mlp.experts.0.gate_proj.input_scale");
+    fs::remove_file(src.path().join("model.safetensors.index.json")).unwrap();
+    let (expected, whole_shard) = (whole(src.path()), fs::read(src.path().join(fourth)).unwrap());
+    let dst = quick_dir();
+    let mut notes = Vec::new();
+    let report = convert(src.path(), dst.path(), &options(), &mut |progress| {
+        if let Progress::Note(note) = progress {
+            notes.push(note);
+        }
+    })
+    .unwrap();
+    assert_eq!((report.source_shards_removed, report.source_shards_kept), (SHARDS - 1, vec![fourth.to_owned()]));
+    assert!(notes.iter().any(|note| note.contains(fourth) && note.contains(stray)), "{notes:?}");
+    assert!(notes.iter().any(|note| note.contains("2 tensors are not used by this model")), "{notes:?}");
+    assert_eq!(shards(src.path()).into_keys().collect::<Vec<_>>(), [fourth]);
+    assert!(fs::read(src.path().join(fourth)).unwrap() == whole_shard);
+    assert_same_files(dst.path(), &expected);
+    // Given again, it stays again.
+    let again = convert(src.path(), dst.path(), &options(), &mut |_| {}).unwrap();
+    assert_eq!((again.source_shards_removed, again.source_shards_kept.len()), (0, 1));
+    assert!(src.path().join(fourth).exists());
 }
 
 #[test]

@@ -80,6 +80,7 @@ pub fn convert(args: &ConvertArgs) -> Result<Done, Failure> {
     let start = Instant::now();
     let mut bar = render::Progress::new(args.quiet);
     let mut show = |progress: Progress| match progress {
+        Progress::Note(line) => bar.note(&line),
         Progress::Plan { lines, shards, bytes, .. } => {
             lines.iter().for_each(|line| render::note(args.quiet, line));
             render::note(args.quiet, &format!("{} in {shards} shards", size::show(bytes)));
@@ -182,7 +183,14 @@ fn outcome(report: &ConvertReport, args: &ConvertArgs, seconds: f64) -> String {
         0 => String::new(),
         count => format!("; removed {count} shards of the source, {}", size::show(report.source_bytes_removed)),
     };
-    format!("wrote {bytes} to {place} in {seconds:.1} s{read_back}{removed}")
+    let kept = match report.source_shards_kept.as_slice() {
+        [] => String::new(),
+        [shard] => format!("; kept {shard}, which holds more than was converted"),
+        [first, others @ ..] => {
+            format!("; kept {first} and {} more, which hold more than was converted", others.len())
+        }
+    };
+    format!("wrote {bytes} to {place} in {seconds:.1} s{read_back}{removed}{kept}")
 }
 
 fn options(args: &ConvertArgs) -> Result<ConvertOptions, Failure> {

@@ -72,7 +72,7 @@ pub fn synth(args: &SynthArgs) -> Result<Done, Failure> {
             let text = format!("{} in {shards} shards{holes}, to be written to {place}", size::show(bytes));
             render::note(args.quiet, &text);
         }
-        Progress::Shard { .. } => {}
+        Progress::Shard { .. } | Progress::Note(_) => {}
         Progress::Bytes(Counts { done, of, .. }) => bar.show(|| {
             let percent = if of == 0 { 100.0 } else { done as f64 / of as f64 * 100.0 };
             format!("writing: {} of {} ({percent:.0} %)", size::show(done), size::show(of))

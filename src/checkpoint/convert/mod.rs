@@ -135,7 +135,12 @@ fn convert_source(
     let shards = plan::shards(checkpoint, options)?;
     let source = Source::new(checkpoint, record)?;
     let needs = source.needs(&shards)?;
-    let consume = if options.delete_source { Some(source.consume(dst, &needs)?) } else { None };
+    checkpoint.notes().iter().for_each(|note| progress(Progress::Note(note.clone())));
+    let consume = if options.delete_source { Some(source.consume(dst, &shards, &needs)?) } else { None };
+    let kept = consume.as_ref().map(|consume| consume.kept.clone()).unwrap_or_default();
+    for (shard, reason) in &kept {
+        progress(Progress::Note(format!("{shard} of the source stays: {reason}")));
+    }
     let contents = Contents {
         shards,
         small_files: small_files(&checkpoint.dir)?,
@@ -151,7 +156,8 @@ fn convert_source(
     let mut encoder = Encoder::new(&checkpoint.tensors, consume);
     let report = writing.run(&mut encoder, options.cancel.as_ref(), progress)?;
     let (source_shards_removed, source_bytes_removed) = encoder.removed();
-    Ok(ConvertReport { source_shards_removed, source_bytes_removed, ..report })
+    let source_shards_kept = kept.into_iter().map(|(shard, _)| shard).collect();
+    Ok(ConvertReport { source_shards_removed, source_bytes_removed, source_shards_kept, ..report })
 }
 
 /// How large a conversion's result would be.

@@ -4,14 +4,17 @@ use super::weights::source_of;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::consumed::{self, Record};
 use crate::checkpoint::error::{CheckpointError, Result, io_error, is_there};
-use crate::checkpoint::write::layout::ShardPlan;
+use crate::checkpoint::write::layout::{Item, ShardPlan};
 use crate::checkpoint::write::{Frees, Writing};
-use millstream_io::FileId;
-use std::collections::{BTreeMap, BTreeSet};
+use millstream_io::{FileId, FileSpan};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3;
+
+/// Last part of the names of NVFP4's scales of activations, which no weight is scaled with.
+const INPUT_SCALE_SUFFIX: &str = ".input_scale";
 
 /// A source, and what an earlier conversion left of it.
 pub(crate) struct Source<'a> {
@@ -55,14 +58,34 @@ impl<'a> Source<'a> {
         let needs_of = |shard: &ShardPlan| -> Result<BTreeSet<FileId>> {
             let mut files = BTreeSet::new();
             for item in shard.runs.iter().flat_map(|run| &run.items) {
-                let source = source_of(item, &self.checkpoint.tensors)?;
-                files.extend(
-                    [Some(source.data), source.scales, source.factor].into_iter().flatten().map(|span| span.file),
-                );
+                files.extend(self.spans_of(item)?.map(|span| span.file));
             }
             Ok(files)
         };
         shards.iter().map(needs_of).collect()
+    }
+
+    /// The bytes that an item is made from.
+    fn spans_of(&self, item: &Item) -> Result<impl Iterator<Item = FileSpan>> {
+        let source = source_of(item, &self.checkpoint.tensors)?;
+        Ok([Some(source.data), source.scales, source.factor].into_iter().flatten())
+    }
+
+    /// Names of the tensors of each shard that nothing of the container is made from, and that would be nowhere once the
+    /// shard is gone. The scales of activations that come with NVFP4 are no part of any weight.
+    fn left_out(&self, shards: &[ShardPlan]) -> Result<BTreeMap<FileId, Vec<&str>>> {
+        let mut taken = HashSet::new();
+        for item in shards.iter().flat_map(|shard| &shard.runs).flat_map(|run| &run.items) {
+            taken.extend(self.spans_of(item)?.map(|span| (span.file, span.offset)));
+        }
+        let mut left_out: BTreeMap<FileId, Vec<&str>> = BTreeMap::new();
+        for (name, tensor) in self.checkpoint.tensors.iter() {
+            if !taken.contains(&(tensor.file, tensor.offset)) && !name.ends_with(INPUT_SCALE_SUFFIX) {
+                left_out.entry(tensor.file).or_default().push(name);
+            }
+        }
+        left_out.values_mut().for_each(|names| names.sort_unstable());
+        Ok(left_out)
     }
 
     /// Refuses to write what needs a shard that is gone.
@@ -78,8 +101,9 @@ impl<'a> Source<'a> {
         Ok(())
     }
 
-    /// Which shards may go, and when. Refuses a source whose shards cannot be removed, or where that frees nothing.
-    pub fn consume(&self, dst: &Path, needs: &[BTreeSet<FileId>]) -> Result<Consume> {
+    /// Which shards may go, and when: those of which everything is in the container. Refuses a source whose shards cannot
+    /// be removed, or where that frees nothing.
+    pub fn consume(&self, dst: &Path, shards: &[ShardPlan], needs: &[BTreeSet<FileId>]) -> Result<Consume> {
         let dir = &self.checkpoint.dir;
         let refuse = |expected: &str, found: String| {
             Err(CheckpointError::ConvertOptions {
@@ -94,16 +118,20 @@ impl<'a> Source<'a> {
         {
             return refuse("a destination that is not the source", format!("{} for both", dst.display()));
         }
+        let left_out = self.left_out(shards)?;
+        let stays = |file: &FileId| self.gone.contains(file) || left_out.contains_key(file);
         let mut last: BTreeMap<FileId, usize> = BTreeMap::new();
         for (number, files) in needs.iter().enumerate() {
-            last.extend(files.iter().filter(|&file| !self.gone.contains(file)).map(|&file| (file, number)));
+            last.extend(files.iter().filter(|&file| !stays(file)).map(|&file| (file, number)));
         }
+        let kept = left_out.iter().filter(|(file, _)| !self.gone.contains(file));
         let mut consume = Consume {
             dir: dir.clone(),
             after: vec![Vec::new(); needs.len()],
             frees: Frees { device: here.dev(), after: vec![0; needs.len()] },
             needs_proof: needs.iter().map(|files| files.iter().any(|file| last.contains_key(file))).collect(),
             removed: (0, 0),
+            kept: kept.map(|(&file, names)| (self.name(file), reason_to_stay(names))).collect(),
         };
         for (file, number) in last {
             let path = self.checkpoint.tensors.path(file);
@@ -154,6 +182,8 @@ pub(crate) struct Consume {
     needs_proof: Vec<bool>,
     /// Shards removed, and their bytes.
     pub removed: (usize, u64),
+    /// Shards that stay, and why.
+    pub kept: Vec<(String, String)>,
 }
 
 impl Consume {
@@ -170,6 +200,12 @@ impl Consume {
         self.removed.1 += bytes.iter().sum::<u64>();
         Ok(())
     }
+}
+
+/// Why a shard with these tensors is not removed.
+fn reason_to_stay(names: &[&str]) -> String {
+    let more = if names.len() == 1 { String::new() } else { format!(" and {} more", names.len() - 1) };
+    format!("{}{more} would be lost with it, since nothing of the container is made from that", names[0])
 }
 
 /// Hash of some weights of a shard.

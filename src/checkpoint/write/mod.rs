@@ -31,6 +31,8 @@ use std::sync::{Arc, LazyLock};
 /// What is reported while a container is written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
+    /// What whoever has this done should know: what of the source is left out, what is not as it was expected.
+    Note(String),
     /// Once, before the first byte: what will be written.
     Plan {
         /// One line for each kind of weight and format.
@@ -77,6 +79,7 @@ pub struct Counts {
 impl fmt::Display for Progress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Progress::Note(line) => f.write_str(line),
             Progress::Plan { lines, shards, bytes, .. } => {
                 write!(f, "{}; {bytes} bytes in {shards} shards", lines.join("; "))
             }
@@ -105,6 +108,8 @@ pub struct Report {
     pub source_shards_removed: usize,
     /// Their bytes.
     pub source_bytes_removed: u64,
+    /// Names of those that stay because they hold more than was converted.
+    pub source_shards_kept: Vec<String>,
     /// The plan's lines, proved against the headers on disk.
     pub lines: Vec<String>,
 }
@@ -299,6 +304,7 @@ impl Writing {
             read_back_directly,
             source_shards_removed: 0,
             source_bytes_removed: 0,
+            source_shards_kept: Vec::new(),
             lines,
         })
     }
