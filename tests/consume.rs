@@ -305,6 +305,7 @@ fn a_consumed_source_is_neither_taken_for_another_nor_for_a_damaged_one() {
     let error = quietly(src.path(), dst.path(), &other).unwrap_err();
     assert!(matches!(error, CheckpointError::ConvertDiffers { .. }), "{error}");
     assert!(error.to_string().contains("group=row") && error.to_string().contains("group=32"), "{error}");
+    assert!(error.hint().contains("only copy") && !error.hint().contains("remove this"), "{}", error.hint());
     // A shard that is still there and not what it was makes another source of it.
     let last = "model-00006-of-00006.safetensors";
     let changed: Vec<u8> = copy[last].iter().enumerate().map(|(at, byte)| byte ^ u8::from(at > 20_000)).collect();
@@ -486,10 +487,14 @@ fn the_command_says_what_it_found_and_what_it_removed() {
     assert!(stderr(&converted).contains("read back"), "{}", stderr(&converted));
     let checked = done(run(&["--verify"]));
     assert!(stderr(&checked).contains("12 shards") && stderr(&checked).contains("as the source converts to"));
-    refused(&run(&["--verify", "--group", "32"]), 1, &["group=32", "group=row"]);
+    refused(&run(&["--verify", "--group", "32"]), 1, &["group=32", "group=row", "hint: a check needs the flags"]);
     refused(&run(&["--verify", "--delete-source"]), 2, &["--verify", "--delete-source"]);
     let removed = done(run(&["--delete-source"]));
     assert!(stderr(&removed).contains("removed 6 shards of the source"), "{}", stderr(&removed));
+    // Nobody is told to remove the only copy of the model.
+    for flags in [&["--group", "32"][..], &["--group", "32", "--delete-source"]] {
+        refused(&run(flags), 1, &["a finished container", "group=32", "group=row", "keep this directory"]);
+    }
     let alone = done(run(&["--verify"]));
     assert!(stderr(&alone).contains("checksums"), "{}", stderr(&alone));
     let mut bytes = fs::read(dst.join("out-00000.safetensors")).unwrap();

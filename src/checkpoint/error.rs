@@ -194,6 +194,8 @@ pub enum CheckpointError {
         found: String,
         /// Whether what is there is whole.
         finished: bool,
+        /// What can be done about it.
+        way: Way,
     },
     /// Shards of the directory were removed as they were converted.
     #[error("{} is no whole model any more: {gone} of its shards were removed as they were converted into {}", dir.display(), into.display())]
@@ -277,6 +279,17 @@ pub enum CheckpointError {
     },
 }
 
+/// What whoever meets a container made with other parameters can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Make another: the source is whole.
+    Another,
+    /// Nothing but keep it: shards of the source are gone, and it is the only copy of the model.
+    Keep,
+    /// Compare it with what it was made with.
+    Check,
+}
+
 impl CheckpointError {
     /// One line on what to do about it.
     pub fn hint(&self) -> &'static str {
@@ -312,7 +325,15 @@ impl CheckpointError {
             CheckpointError::ConvertOptions { .. } | CheckpointError::SynthOptions { .. } => {
                 "change the option named above"
             }
-            CheckpointError::ConvertDiffers { finished: true, .. } => "give another destination, or remove this one",
+            CheckpointError::ConvertDiffers { way: Way::Keep, .. } => {
+                "shards of the source were removed as they were converted: keep this directory, it may be the only copy of the model; give the parameters it was made with"
+            }
+            CheckpointError::ConvertDiffers { way: Way::Check, .. } => {
+                "a check needs the flags and the source that the container was made with: give those that are there"
+            }
+            CheckpointError::ConvertDiffers { finished: true, .. } => {
+                "give another destination, or, where its own source is still whole, remove this one"
+            }
             CheckpointError::ConvertDiffers { .. } => {
                 "give the parameters it was begun with to continue it, or another destination"
             }

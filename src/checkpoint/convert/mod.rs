@@ -9,7 +9,7 @@ mod weights;
 pub use options::{ConvertOptions, Width};
 
 use super::consumed::Record;
-use super::error::{Result, is_there};
+use super::error::{CheckpointError, Result, Way, is_there};
 use super::write::layout::ShardLayout;
 use super::write::{self, Contents, Frees, SmallFile, Weights, Writing};
 pub use super::write::{Cancel, Counts, Progress, Report as ConvertReport};
@@ -113,8 +113,18 @@ pub fn verify(
     }
     let mut encoder = Encoder::new(&checkpoint.tensors, None);
     let weights: Option<&mut dyn Weights> = if whole { Some(&mut encoder) } else { None };
-    let checked = write::check(dst, contents, weights, options.cancel.as_ref(), progress)?;
+    let checked = write::check(dst, contents, weights, options.cancel.as_ref(), progress);
+    let checked = checked.map_err(|error| other_way(error, Way::Check))?;
     Ok(verified(shards, checked, whole))
+}
+
+fn other_way(error: CheckpointError, way: Way) -> CheckpointError {
+    match error {
+        CheckpointError::ConvertDiffers { dir, wanted, found, finished, .. } => {
+            CheckpointError::ConvertDiffers { dir, wanted, found, finished, way }
+        }
+        other => other,
+    }
 }
 
 fn verified(shards: usize, checked: write::Checked, from_source: bool) -> Verified {
@@ -148,7 +158,8 @@ fn convert_source(
         parameters: options.parameters(),
         frees: consume.as_ref().map(|consume| consume.frees.clone()).unwrap_or_default(),
     };
-    let writing = Writing::prepare(dst, contents, options.free_bytes, progress)?;
+    let writing = Writing::prepare(dst, contents, options.free_bytes, progress);
+    let writing = writing.map_err(|error| if source.is_whole() { error } else { other_way(error, Way::Keep) })?;
     source.check_whole(&writing, &needs)?;
     if consume.is_some() {
         source.remember(dst)?;

@@ -3,7 +3,7 @@
 use super::layout::{HASHES_KEY, PARAMETERS_KEY, SOURCE_KEY, ShardLayout, ShardPlan};
 use crate::checkpoint::UNFINISHED_NAME;
 use crate::checkpoint::config::read_small;
-use crate::checkpoint::error::{CheckpointError, Result, io_error, is_there};
+use crate::checkpoint::error::{CheckpointError, Result, Way, io_error, is_there};
 use crate::checkpoint::header;
 use crate::checkpoint::index::INDEX_NAME;
 use crate::checkpoint::tensors::shard_paths;
@@ -168,7 +168,7 @@ impl Destination {
         }
         let (wanted, found) = (differing(&self.marker, found), differing(found, &self.marker));
         let finished = !is_there(&self.dir.join(UNFINISHED_NAME))?;
-        Err(CheckpointError::ConvertDiffers { dir: self.dir.clone(), wanted, found, finished })
+        Err(CheckpointError::ConvertDiffers { dir: self.dir.clone(), wanted, found, finished, way: Way::Another })
     }
 
     fn occupied(&self, file: PathBuf) -> CheckpointError {
