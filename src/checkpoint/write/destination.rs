@@ -41,7 +41,7 @@ impl Destination {
         identity: &str,
         parameters: &str,
     ) -> Result<Destination> {
-        fs::create_dir_all(dst).map_err(io_error("create", dst))?;
+        make_dir(dst)?;
         let locked = lock(dst)?;
         let marker = format!("{parameters} source={identity}");
         let destination = Destination { dir: dst.to_owned(), locked, marker, small_files };
@@ -248,6 +248,28 @@ impl Drop for Destination {
     }
 }
 
+/// Makes `dir` and what is missing above it, and makes each name durable: one that a power cut takes has all with it that
+/// was made durable below.
+fn make_dir(dir: &Path) -> Result<()> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    let above = match dir.parent() {
+        Some(above) if above.as_os_str().is_empty() => Path::new("."),
+        Some(above) => above,
+        None => dir,
+    };
+    if above != dir {
+        make_dir(above)?;
+    }
+    match fs::create_dir(dir) {
+        // Somebody else has made it.
+        Err(_) if dir.is_dir() => {}
+        other => other.map_err(io_error("create", dir))?,
+    }
+    File::open(above).and_then(|above| above.sync_all()).map_err(io_error("sync", above))
+}
+
 /// Opens `dir` and locks it against others who write into it.
 fn lock(dir: &Path) -> Result<File> {
     let file = File::open(dir).map_err(io_error("open", dir))?;
@@ -255,5 +277,25 @@ fn lock(dir: &Path) -> Result<File> {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(CheckpointError::ConvertBusy { dir: dir.to_owned() }),
         Err(TryLockError::Error(source)) => Err(io_error("lock", dir)(source)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_directories_are_made_one_below_the_other_and_what_is_in_the_way_is_named() {
+        let home = tempfile::tempdir().unwrap();
+        for deep in ["a", "a/b/c/d", "a/b", "x/../y"] {
+            make_dir(&home.path().join(deep)).unwrap();
+            assert!(home.path().join(deep).is_dir(), "{deep}");
+        }
+        fs::write(home.path().join("file"), "").unwrap();
+        for (below, named) in [("file", "file: "), ("file/a", "file: "), ("a/../file/b/c", "a/../file: ")] {
+            let error = make_dir(&home.path().join(below)).unwrap_err();
+            assert!(error.to_string().contains(named), "{error}");
+            assert!(error.hint().contains("a file is where a directory should be"), "{}", error.hint());
+        }
     }
 }
