@@ -235,24 +235,60 @@ fn a_kill_between_two_removals_is_continued() {
 }
 
 #[test]
-fn a_source_is_not_removed_where_what_was_made_from_it_is_damaged() {
+fn a_damaged_shard_of_an_earlier_run_is_written_anew_before_its_source_goes() {
     let src = sharded(tiny_model());
     let dst = quick_dir();
     quietly(src.path(), dst.path(), &ConvertOptions::default()).unwrap();
     let expected = contents(dst.path());
+    damage(&dst.path().join("out-00003.safetensors"));
+    let mut notes = Vec::new();
+    let report = convert(src.path(), dst.path(), &options(), &mut |progress| {
+        if let Progress::Note(note) = progress {
+            notes.push(note);
+        }
+    })
+    .unwrap();
+    let remade = expected["out-00003.safetensors"].len() as u64;
+    assert_eq!((report.shards_written, report.shards_kept, report.bytes_written), (1, 11, remade));
+    let named = |note: &String| note.contains("out-00003.safetensors") && note.contains("written anew");
+    assert!(notes.iter().any(named), "{notes:?}");
+    assert_same_files(dst.path(), &expected);
+    assert!(shards(src.path()).is_empty());
+}
+
+#[test]
+fn a_source_is_not_removed_where_what_was_made_from_it_is_damaged_and_part_of_it_is_gone() {
+    let src = sharded(tiny_model());
+    let copy = contents(src.path());
+    let dst = quick_dir();
+    quietly(src.path(), dst.path(), &options()).unwrap();
+    // Killed before one of the shards that it needs was removed.
     let victim = dst.path().join("out-00003.safetensors");
-    let mut bytes = fs::read(&victim).unwrap();
-    let at = bytes.len() - 3 * 4096;
-    bytes[at] ^= 16;
-    fs::write(&victim, &bytes).unwrap();
-    let before = shards(src.path());
+    damage(&victim);
+    let survivor = |name: &str| fs::write(src.path().join(name), &copy[name]).unwrap();
+    survivor("model-00001-of-00006.safetensors");
     let error = quietly(src.path(), dst.path(), &options()).unwrap_err();
-    assert!(matches!(error, CheckpointError::ReadBack { .. }), "{error}");
+    assert!(matches!(error, CheckpointError::ReadBack { kept: true, .. }), "{error}");
     assert!(error.to_string().contains("out-00003.safetensors"), "{error}");
-    assert!(shards(src.path()).len() > 1 && shards(src.path()).keys().all(|name| before.contains_key(name)));
+    assert_eq!(shards(src.path()).len(), 1);
+    // What the hint says works.
+    assert!(error.hint().contains("fetch them again, remove this shard"), "{}", error.hint());
+    shards_of(&copy).for_each(survivor);
     fs::remove_file(&victim).unwrap();
     quietly(src.path(), dst.path(), &options()).unwrap();
-    assert_same_files(dst.path(), &expected);
+    assert!(Checkpoint::open(dst.path()).is_ok() && shards(src.path()).is_empty());
+}
+
+/// Flips a bit of a weight.
+fn damage(shard: &Path) {
+    let mut bytes = fs::read(shard).unwrap();
+    let at = bytes.len() - 3 * 4096;
+    bytes[at] ^= 16;
+    fs::write(shard, &bytes).unwrap();
+}
+
+fn shards_of(contents: &BTreeMap<String, Vec<u8>>) -> impl Iterator<Item = &str> {
+    contents.keys().map(String::as_str).filter(|name| name.ends_with(".safetensors"))
 }
 
 #[test]

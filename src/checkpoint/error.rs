@@ -254,6 +254,8 @@ pub enum CheckpointError {
         file: PathBuf,
         /// The first run that differs, and how many do.
         damage: String,
+        /// Whether it has its name: an earlier run had finished it.
+        kept: bool,
     },
     /// The FP8 decoder of this machine gives other values than the format's definition.
     #[error("FP8 self test: code {code:#04x} with the block scale {scale} decodes to {found}, expected {expected}")]
@@ -354,6 +356,9 @@ impl CheckpointError {
                 "somebody writes into the source: let that end, then run the same command again"
             }
             CheckpointError::Device(_) => "check the drive's health (dmesg); the same command continues",
+            CheckpointError::ReadBack { kept: true, .. } => {
+                "the drive is at fault (dmesg), and shards of the source that this was made from are gone: fetch them again, remove this shard and give the same command"
+            }
             CheckpointError::ReadBack { .. } => {
                 "the drive or the memory is at fault (dmesg): nothing of this shard was kept; the same command writes it again"
             }

@@ -130,6 +130,7 @@ impl<'a> Source<'a> {
             after: vec![Vec::new(); needs.len()],
             frees: Frees { device: here.dev(), after: vec![0; needs.len()] },
             needs_proof: needs.iter().map(|files| files.iter().any(|file| last.contains_key(file))).collect(),
+            can_make: needs.iter().map(|files| files.is_disjoint(&self.gone)).collect(),
             removed: (0, 0),
             kept: kept.map(|(&file, names)| (self.name(file), reason_to_stay(names))).collect(),
         };
@@ -180,6 +181,7 @@ pub(crate) struct Consume {
     /// The space that gives.
     pub frees: Frees,
     needs_proof: Vec<bool>,
+    can_make: Vec<bool>,
     /// Shards removed, and their bytes.
     pub removed: (usize, u64),
     /// Shards that stay, and why.
@@ -190,6 +192,11 @@ impl Consume {
     /// Whether a shard of the container is made from one that will be removed.
     pub fn needs_proof(&self, number: usize) -> bool {
         self.needs_proof[number]
+    }
+
+    /// Whether every shard that this one of the container is made from is there. None that it needs goes before it is stored.
+    pub fn can_make(&self, number: usize) -> bool {
+        self.can_make[number]
     }
 
     /// All shards of the container up to this one are stored.

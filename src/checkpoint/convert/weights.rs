@@ -92,6 +92,10 @@ impl Weights for Encoder<'_> {
         self.consume.as_ref().is_some_and(|consume| consume.needs_proof(number))
     }
 
+    fn can_make(&self, number: usize) -> bool {
+        self.consume.as_ref().is_none_or(|consume| consume.can_make(number))
+    }
+
     fn stored(&mut self, number: usize) -> Result<()> {
         self.consume.as_mut().map_or(Ok(()), |consume| consume.stored(number))
     }

@@ -148,6 +148,11 @@ pub(crate) trait Weights {
         false
     }
 
+    /// Whether all that the shard of this number is made from is still there.
+    fn can_make(&self, _number: usize) -> bool {
+        true
+    }
+
     /// The shard of this number is durable, proved, and has its name.
     fn stored(&mut self, _number: usize) -> Result<()> {
         Ok(())
@@ -271,6 +276,7 @@ impl Writing {
             reported: 0,
             progress,
             direct: None,
+            remade: 0,
         };
         for (number, (shard, layout)) in shards.iter().zip(layouts).enumerate() {
             let name = shard.file_name.clone();
@@ -280,7 +286,7 @@ impl Writing {
                 Some(hashes) => {
                     run.counts.done += layout.stored_bytes();
                     if weights.needs_proof(number) {
-                        run.read_back(&destination.dir().join(&shard.file_name), layout, hashes)?;
+                        run.kept(number, shard, layout, hashes, weights)?;
                     }
                 }
                 None => run.shard(shard, layout, weights)?,
@@ -288,13 +294,13 @@ impl Writing {
             weights.stored(number)?;
             run.report();
         }
-        let read_back_directly = run.direct;
+        let (read_back_directly, bytes_written, remade) = (run.direct, run.counts.written, run.remade);
         destination.add_small_files(shards)?;
         verify(destination.dir(), shards)?;
         destination.end()?;
-        let shards_kept = kept.iter().flatten().count();
+        let shards_kept = kept.iter().flatten().count() - remade;
         let shards_written = shards.len() - shards_kept;
-        let Writing { needed: bytes_written, bytes_total, .. } = *self;
+        let bytes_total = self.bytes_total;
         let lines = self.lines.clone();
         Ok(Report {
             shards_written,
@@ -327,9 +333,35 @@ struct Run<'a> {
     progress: &'a mut dyn FnMut(Progress),
     /// Whether all that was read back came around the page cache.
     direct: Option<bool>,
+    /// Shards of an earlier run that were damaged and are written anew.
+    remade: usize,
 }
 
 impl Run<'_> {
+    /// Proves a shard that an earlier run had finished. A damaged one is written anew while its source is there.
+    fn kept(
+        &mut self,
+        number: usize,
+        shard: &ShardPlan,
+        layout: &ShardLayout,
+        hashes: &[u64],
+        weights: &mut dyn Weights,
+    ) -> Result<()> {
+        match self.read_back(&self.destination.dir().join(&shard.file_name), layout, hashes) {
+            Err(error @ CheckpointError::ReadBack { .. }) if weights.can_make(number) => {
+                (self.progress)(Progress::Note(format!("{error}; it is written anew")));
+                self.remade += 1;
+                self.counts.done -= layout.stored_bytes();
+                self.counts.left += layout.stored_bytes();
+                self.shard(shard, layout, weights)
+            }
+            Err(CheckpointError::ReadBack { file, damage, .. }) => {
+                Err(CheckpointError::ReadBack { file, damage, kept: true })
+            }
+            other => other,
+        }
+    }
+
     /// Writes one shard, proves it and gives it its name. Half a shard is of no use and is removed.
     fn shard(&mut self, shard: &ShardPlan, layout: &ShardLayout, weights: &mut dyn Weights) -> Result<()> {
         let temporary = self.destination.temporary(&shard.file_name);

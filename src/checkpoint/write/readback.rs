@@ -66,7 +66,7 @@ pub(crate) fn compare_runs(
             0 => first.to_string(),
             more => format!("{first}; and {more} more"),
         };
-        return Err(CheckpointError::ReadBack { file: path.to_owned(), damage });
+        return Err(CheckpointError::ReadBack { file: path.to_owned(), damage, kept: false });
     }
     let direct = matches!(files.access(FileId(0)), Access::Direct { .. });
     Ok((!report.interrupted).then_some(direct))
