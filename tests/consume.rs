@@ -12,7 +12,7 @@ use program::{done, program, refused, stderr};
 use safetensors::{Shard, Tensor, tiny_model};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -277,6 +277,24 @@ fn a_source_is_not_removed_where_what_was_made_from_it_is_damaged_and_part_of_it
     fs::remove_file(&victim).unwrap();
     quietly(src.path(), dst.path(), &options()).unwrap();
     assert!(Checkpoint::open(dst.path()).is_ok() && shards(src.path()).is_empty());
+}
+
+#[test]
+fn a_header_that_the_drive_gives_back_otherwise_keeps_the_source() {
+    let (src, dst) = (sharded(tiny_model()), quick_dir());
+    let unfinished = dst.path().join(".millstream-out-00001.safetensors.tmp");
+    let before = shards(src.path());
+    // While the weights are written the header is still to come; the last time it is there.
+    let result = convert(src.path(), dst.path(), &options(), &mut |_| {
+        if let Ok(file) = fs::File::options().write(true).open(&unfinished) {
+            file.write_all_at(b"#", 40).unwrap();
+        }
+    });
+    let error = result.unwrap_err();
+    assert!(matches!(error, CheckpointError::ReadBack { kept: false, .. }), "{error}");
+    assert!(error.to_string().contains("out-00001.safetensors") && error.to_string().contains("header"), "{error}");
+    assert_eq!(shards(src.path()), before);
+    assert!(!unfinished.exists() && !dst.path().join("out-00001.safetensors").exists());
 }
 
 /// Flips a bit of a weight.

@@ -205,6 +205,18 @@ impl Destination {
         Ok(hashes)
     }
 
+    /// Refuses a shard whose header is not the planned one with these hashes: it says where everything lies.
+    pub fn check_header(&self, path: &Path, layout: &ShardLayout, hashes: &[u64]) -> Result<()> {
+        match self.hashes_of(path, layout) {
+            Ok(found) if found == hashes => Ok(()),
+            Ok(_) | Err(CheckpointError::ConvertOccupied { .. } | CheckpointError::Header { .. }) => {
+                let damage = "its header is another than was written".to_owned();
+                Err(CheckpointError::ReadBack { file: path.to_owned(), damage, kept: false })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     fn index(&self, shards: &[ShardPlan]) -> Result<String> {
         let mut weight_map = std::collections::BTreeMap::new();
         let mut total = 0;

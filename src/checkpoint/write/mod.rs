@@ -1,9 +1,9 @@
 //! Writing a container laid out for direct reads, wherever its weights come from.
 //!
 //! The plan, every shard's header and the room needed are settled before the first byte. A shard is written under a
-//! temporary name, made durable, read back, and then renamed, so a shard that has its name is whole and as it was meant;
-//! writing that was killed goes on with the first shard that has not. What a shard holds depends on its plan and its weights only, hence continued
-//! writing gives the same bytes as one that was never stopped.
+//! temporary name, made durable, read back, header and runs, and then renamed, so a shard that has its name is whole and as
+//! it was meant; writing that was killed goes on with the first shard that has not. What a shard holds depends on its plan
+//! and its weights only, hence continued writing gives the same bytes as one that was never stopped.
 
 mod check;
 mod destination;
@@ -390,6 +390,7 @@ impl Run<'_> {
         // A hole has nothing to add.
         self.add(end - self.counts.done);
         self.report();
+        self.destination.check_header(temporary, layout, &hashes)?;
         self.read_back(temporary, layout, &hashes)
     }
 
