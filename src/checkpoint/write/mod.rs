@@ -102,7 +102,8 @@ pub struct Report {
     pub bytes_written: u64,
     /// Bytes of all shards.
     pub bytes_total: u64,
-    /// Whether what this run wrote was read back around the page cache; `None` where it wrote nothing that could be.
+    /// Whether all that this run read back, what it wrote and what it proved, came around the page cache; `None` where
+    /// there was nothing.
     pub read_back_directly: Option<bool>,
     /// Shards of the source that this run removed.
     pub source_shards_removed: usize,
@@ -405,6 +406,11 @@ impl Run<'_> {
             self.report_now_and_then();
         })?;
         let Some(direct) = read_back else { return Err(self.destination.interrupted()) };
+        if !direct && self.direct != Some(false) {
+            let place = self.destination.dir().display();
+            let line = format!("{place} cannot be read directly: what is read back may be what is left of it in memory");
+            (self.progress)(Progress::Note(line));
+        }
         self.direct = Some(direct && self.direct.unwrap_or(true));
         Ok(())
     }
