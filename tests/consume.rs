@@ -499,6 +499,24 @@ fn a_check_reads_everything_and_makes_it_again() {
 }
 
 #[test]
+fn a_shard_without_checksums_is_not_among_those_that_are_as_their_checksums_say() {
+    let (src, dst) = (sharded(tiny_model()), quick_dir());
+    quietly(src.path(), dst.path(), &options()).unwrap();
+    fs::remove_file(src.path().join(".millstream-consumed.json")).unwrap();
+    assert!(verified(src.path(), dst.path()).unwrap().damage.is_empty());
+    // As if it had been copied in from another container of the same model.
+    let stranger = dst.path().join("out-00003.safetensors");
+    let mut shard = Shard::read(&stranger);
+    shard.metadata.remove("millstream.xxh3");
+    shard.write(&stranger);
+    let found = verified(src.path(), dst.path()).unwrap();
+    // Eight experts of three matrices, each with its scales.
+    let [line] = found.damage.as_slice() else { panic!("{found:?}") };
+    assert!(line.contains("out-00003.safetensors: no checksum covers model.layers.1.mlp.experts.0."), "{line}");
+    assert!(line.ends_with("and 47 more"), "{line}");
+}
+
+#[test]
 fn a_check_notices_weights_that_the_source_does_not_make() {
     let (src, dst) = (sharded(tiny_model()), quick_dir());
     quietly(src.path(), dst.path(), &ConvertOptions::default()).unwrap();
@@ -550,7 +568,11 @@ fn the_command_says_what_it_found_and_what_it_removed() {
         refused(&run(flags), 1, &["a finished container", "group=32", "group=row", "keep this directory"]);
     }
     let alone = done(run(&["--verify"]));
-    assert!(stderr(&alone).contains("checksums"), "{}", stderr(&alone));
+    assert!(stderr(&alone).contains("as its checksums say; the shards of"), "{}", stderr(&alone));
+    // A check against a source whose name is mistyped says what it did not do.
+    let nowhere = home.path().join("nowhere");
+    let output = convert_command(&nowhere, &dst, &["--verify"]).stderr(Stdio::piped()).output().unwrap();
+    assert!(stderr(&output).contains(&format!("there is no {}", nowhere.display())), "{}", stderr(&output));
     let mut bytes = fs::read(dst.join("out-00000.safetensors")).unwrap();
     let at = bytes.len() / 2;
     bytes[at] ^= 4;

@@ -129,9 +129,13 @@ fn verify(args: &ConvertArgs, options: &ConvertOptions) -> Result<Done, Failure>
         return Err(Failure::work(what).cause(damage.join("\n")).hint(hint));
     }
     let how = if direct { "" } else { " through the page cache" };
+    let source = args.source.display();
     let against = match from_source {
-        true => "as the source converts to",
-        false => "as its checksums say; the source is not there to be converted again",
+        true => "as the source converts to".to_owned(),
+        false if args.source.exists() => {
+            format!("as its checksums say; the shards of {source} are not all there to be converted again")
+        }
+        false => format!("as its checksums say; there is no {source} to be converted again"),
     };
     let took = start.elapsed().as_secs_f64();
     let text = format!("{place}: {} in {shards} shards read{how} in {took:.1} s, all {against}", size::show(bytes));

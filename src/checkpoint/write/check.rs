@@ -4,7 +4,8 @@ use super::layout::{HASHES_KEY, ShardLayout, ShardPlan};
 use super::{Cancel, Contents, Counts, PROGRESS_BYTES, Progress, Weights, Writing, readback, shard};
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::error::{CheckpointError, Result};
-use crate::checkpoint::verify::Manifest;
+use crate::checkpoint::tensors::TensorInfo;
+use crate::checkpoint::verify::{HashedRun, Manifest};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -72,11 +73,31 @@ pub(crate) fn check_alone(
     }
     let mut pass = Pass::new(dst, manifest.bytes(), Arc::default(), cancel, progress);
     for (file, path) in paths.iter().enumerate() {
-        let runs = manifest.runs.iter().filter(|run| run.span.file.0 as usize == file).cloned().collect();
+        let runs: Vec<HashedRun> =
+            manifest.runs.iter().filter(|run| run.span.file.0 as usize == file).cloned().collect();
+        let uncovered = uncovered(&container, file, &runs);
+        if let Some(first) = uncovered.first() {
+            let more = if uncovered.len() == 1 { String::new() } else { format!(" and {} more", uncovered.len() - 1) };
+            let line = format!("{}: no checksum covers {first}{more}", path.display());
+            pass.checked.damage.push(line);
+        }
         pass.runs(path, runs)?;
     }
     pass.report();
     Ok((paths.len(), pass.checked))
+}
+
+/// Names of the tensors of a file that are in none of these runs of it.
+fn uncovered<'a>(container: &'a Checkpoint, file: usize, runs: &[HashedRun]) -> Vec<&'a str> {
+    let covered = |tensor: &TensorInfo| {
+        let (begin, end) = (tensor.offset, tensor.offset + tensor.bytes);
+        let next = runs.partition_point(|run| run.span.offset <= begin);
+        runs[..next].last().is_some_and(|run| end <= run.span.offset + run.span.len)
+    };
+    let tensors = container.tensors.iter().filter(|(_, tensor)| tensor.file.0 as usize == file);
+    let mut names: Vec<&str> = tensors.filter(|(_, tensor)| !covered(tensor)).map(|(name, _)| name).collect();
+    names.sort_unstable();
+    names
 }
 
 struct Pass<'a> {
@@ -114,7 +135,7 @@ impl<'a> Pass<'a> {
         self.runs(path, readback::runs(layout, hashes))
     }
 
-    fn runs(&mut self, path: &Path, runs: Vec<crate::checkpoint::verify::HashedRun>) -> Result<()> {
+    fn runs(&mut self, path: &Path, runs: Vec<HashedRun>) -> Result<()> {
         let cancel = Arc::clone(&self.cancel);
         match readback::compare_runs(path, runs, &cancel, &mut |bytes| {
             self.counts.checked += bytes;
