@@ -499,6 +499,22 @@ fn a_check_reads_everything_and_makes_it_again() {
 }
 
 #[test]
+fn a_check_changes_nothing_and_needs_no_lock() {
+    let (src, dst) = (sharded(tiny_model()), quick_dir());
+    quietly(src.path(), dst.path(), &ConvertOptions::default()).unwrap();
+    // What a killed run left, which only whoever writes may remove; and whoever writes holds the lock.
+    fs::write(dst.path().join(".millstream-out-00004.safetensors.tmp"), [7; 100]).unwrap();
+    let before = contents(dst.path());
+    let writer = fs::File::open(dst.path()).unwrap();
+    writer.lock().unwrap();
+    let good = verified(src.path(), dst.path()).unwrap();
+    assert!(good.damage.is_empty() && good.from_source, "{good:?}");
+    assert_same_files(dst.path(), &before);
+    let error = quietly(src.path(), dst.path(), &ConvertOptions::default()).unwrap_err();
+    assert!(matches!(error, CheckpointError::ConvertBusy { .. }), "{error}");
+}
+
+#[test]
 fn a_shard_without_checksums_is_not_among_those_that_are_as_their_checksums_say() {
     let (src, dst) = (sharded(tiny_model()), quick_dir());
     quietly(src.path(), dst.path(), &options()).unwrap();

@@ -33,7 +33,7 @@ pub(crate) fn check(
     if !dst.is_dir() {
         return Err(CheckpointError::NoShards { dir: dst.to_owned() });
     }
-    let writing = Writing::prepare(dst, contents, Some(u64::MAX), progress)?;
+    let writing = Writing::look(dst, contents, progress)?;
     if writing.missing().next().is_some() {
         return Err(CheckpointError::Unfinished { dir: dst.to_owned() });
     }

@@ -22,10 +22,10 @@ pub(crate) type SmallFile = (&'static str, Vec<u8>);
 
 pub(crate) struct Destination {
     dir: PathBuf,
-    /// The directory, locked until the writing ends: of two that write the same files under the same temporary
+    /// The directory; where it is written into it is locked until that ends: of two that write the same files under the same temporary
     /// names, one would publish what the other has half written. The lock is on the directory because that is neither
     /// renamed nor removed while it is written into, as the files in it are; it goes with the process that held it.
-    locked: File,
+    opened: File,
     /// What the marker of unfinished writing says.
     marker: String,
     small_files: Vec<SmallFile>,
@@ -42,11 +42,25 @@ impl Destination {
         parameters: &str,
     ) -> Result<Destination> {
         make_dir(dst)?;
-        let locked = lock(dst)?;
         let marker = format!("{parameters} source={identity}");
-        let destination = Destination { dir: dst.to_owned(), locked, marker, small_files };
+        let destination = Destination { dir: dst.to_owned(), opened: lock(dst)?, marker, small_files };
         destination.check_owner(shards)?;
         destination.remove_leftovers()?;
+        Ok(destination)
+    }
+
+    /// As [`Destination::prepare`], to look at what is there: changes nothing, and locks out nobody.
+    pub fn look(
+        dst: &Path,
+        shards: &[ShardPlan],
+        small_files: Vec<SmallFile>,
+        identity: &str,
+        parameters: &str,
+    ) -> Result<Destination> {
+        let opened = File::open(dst).map_err(io_error("open", dst))?;
+        let marker = format!("{parameters} source={identity}");
+        let destination = Destination { dir: dst.to_owned(), opened, marker, small_files };
+        destination.check_owner(shards)?;
         Ok(destination)
     }
 
@@ -62,7 +76,7 @@ impl Destination {
 
     /// Whether what is removed on this device makes room here.
     pub fn is_on(&self, device: u64) -> Result<bool> {
-        Ok(self.locked.metadata().map_err(io_error("look at", &self.dir))?.dev() == device)
+        Ok(self.opened.metadata().map_err(io_error("look at", &self.dir))?.dev() == device)
     }
 
     /// Refuses to begin where there is no room for `shard_bytes`, the most that the shards take at any time.
@@ -242,7 +256,7 @@ impl Destination {
     }
 
     fn sync(&self) -> Result<()> {
-        self.locked.sync_all().map_err(io_error("sync", &self.dir))
+        self.opened.sync_all().map_err(io_error("sync", &self.dir))
     }
 }
 
@@ -256,7 +270,7 @@ impl Drop for Destination {
     /// Closing alone would not do: a process that this one is just starting has the descriptor too, until it runs.
     fn drop(&mut self) {
         // The lock ends with the process at the latest.
-        let _ = self.locked.unlock();
+        let _ = self.opened.unlock();
     }
 }
 

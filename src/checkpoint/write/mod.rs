@@ -205,6 +205,9 @@ pub(crate) fn threads() -> Option<&'static ThreadPool> {
     THREADS.as_ref()
 }
 
+/// Opens a destination, to write into it or to look at it.
+type OpenDestination = fn(&Path, &[ShardPlan], Vec<SmallFile>, &str, &str) -> Result<Destination>;
+
 /// Progress is reported each time at least so many bytes were added.
 const PROGRESS_BYTES: u64 = 1 << 20;
 
@@ -231,7 +234,26 @@ impl Writing {
         free_bytes: Option<u64>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Writing> {
-        let Contents { shards, small_files, identity, parameters, frees } = contents;
+        let frees = contents.frees.clone();
+        let writing = Writing::settle(dst, contents, Destination::prepare, progress)?;
+        let frees = if writing.destination.is_on(frees.device)? { frees } else { Frees::default() };
+        let missing = writing.layouts.iter().zip(&writing.kept).map(|(layout, kept)| missing_bytes(layout, kept));
+        writing.destination.check_space(frees.peak(missing), free_bytes)?;
+        Ok(writing)
+    }
+
+    /// As [`Writing::prepare`], to look at what was written: changes nothing in `dst`.
+    pub fn look(dst: &Path, contents: Contents, progress: &mut dyn FnMut(Progress)) -> Result<Writing> {
+        Writing::settle(dst, contents, Destination::look, progress)
+    }
+
+    fn settle(
+        dst: &Path,
+        contents: Contents,
+        open: OpenDestination,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Writing> {
+        let Contents { shards, small_files, identity, parameters, .. } = contents;
         let lines = describe(&shards);
         let layouts: Vec<ShardLayout> =
             shards.iter().map(|shard| ShardLayout::new(shard, &identity, &parameters)).collect();
@@ -240,15 +262,9 @@ impl Writing {
         let (count, bytes, stored) = (shards.len(), bytes_total, bytes_stored);
         progress(Progress::Plan { lines: lines.clone(), shards: count, bytes, stored });
 
-        let destination = Destination::prepare(dst, &shards, small_files, &identity, &parameters)?;
+        let destination = open(dst, &shards, small_files, &identity, &parameters)?;
         let kept = destination.finished(&shards, &layouts)?;
-        let missing = layouts.iter().zip(&kept).map(|(layout, kept)| match kept {
-            Some(_) => 0,
-            None => layout.stored_bytes(),
-        });
-        let needed = missing.clone().sum();
-        let frees = if destination.is_on(frees.device)? { frees } else { Frees::default() };
-        destination.check_space(frees.peak(missing), free_bytes)?;
+        let needed = layouts.iter().zip(&kept).map(|(layout, kept)| missing_bytes(layout, kept)).sum();
         Ok(Writing { shards, layouts, kept, destination, lines, bytes_total, bytes_stored, needed })
     }
 
@@ -320,6 +336,11 @@ impl Writing {
     pub fn discard(&self) {
         self.destination.discard(&self.shards);
     }
+}
+
+/// What is still to be stored of a shard.
+fn missing_bytes(layout: &ShardLayout, kept: &Option<Vec<u64>>) -> u64 {
+    if kept.is_some() { 0 } else { layout.stored_bytes() }
 }
 
 /// The writing as it goes on.
