@@ -381,6 +381,23 @@ fn a_consumed_source_is_neither_taken_for_another_nor_for_a_damaged_one() {
 }
 
 #[test]
+fn a_source_is_consumed_by_one_at_a_time() {
+    let (src, dst) = (sharded(tiny_model()), quick_dir());
+    let before = contents(src.path());
+    let other = fs::File::open(src.path()).unwrap();
+    other.lock().unwrap();
+    let error = quietly(src.path(), dst.path(), &options()).unwrap_err();
+    assert!(matches!(error, CheckpointError::SourceBusy { .. }), "{error}");
+    assert!(contents(src.path()) == before && contents(dst.path()).is_empty());
+    // Who removes nothing may read it.
+    quietly(src.path(), dst.path(), &ConvertOptions::default()).unwrap();
+    other.unlock().unwrap();
+    quietly(src.path(), dst.path(), &options()).unwrap();
+    // Nobody holds it any more.
+    other.try_lock().unwrap();
+}
+
+#[test]
 fn space_that_the_source_gives_back_counts() {
     let src = sharded(tiny_model());
     let all: u64 =

@@ -8,8 +8,8 @@ use super::error::{CheckpointError, Result, io_error, is_there};
 use super::tensors::Headers;
 use crate::limits::{MAX_HEADER_BYTES, MAX_RECORD_BYTES};
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::fs::{self, File, TryLockError};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -117,10 +117,37 @@ pub(crate) fn refuse_consumed(dir: &Path) -> Result<()> {
     }
 }
 
-/// Removes shards of the source in `dir`, and makes that durable.
+/// The right to remove shards of a source, which one process has at a time: another's record would name another place
+/// that they were converted into.
+pub(crate) struct Lock(Option<File>);
+
+impl Lock {
+    /// Takes the lock of the source in `dir`. A file system without locks has none.
+    pub fn take(dir: &Path) -> Result<Lock> {
+        let file = File::open(dir).map_err(io_error("open", dir))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Lock(Some(file))),
+            Err(TryLockError::WouldBlock) => Err(CheckpointError::SourceBusy { dir: dir.to_owned() }),
+            Err(TryLockError::Error(_)) => Ok(Lock(None)),
+        }
+    }
+}
+
+impl Drop for Lock {
+    /// Closing alone would not do: a process that this one is just starting has the descriptor too, until it runs.
+    fn drop(&mut self) {
+        // The lock ends with the process at the latest.
+        let _ = self.0.as_ref().map(File::unlock);
+    }
+}
+
+/// Removes shards of the source in `dir`, those that are not gone already, and makes that durable.
 pub(crate) fn remove(dir: &Path, shards: &[PathBuf]) -> Result<()> {
     for path in shards {
-        fs::remove_file(path).map_err(io_error("remove", path))?;
+        match fs::remove_file(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            other => other.map_err(io_error("remove", path))?,
+        }
     }
     if shards.is_empty() { Ok(()) } else { sync(dir) }
 }
@@ -167,6 +194,15 @@ mod tests {
         assert!(matches!(refuse_consumed(dir.path()), Err(CheckpointError::Consumed { gone: 1, .. })));
         fs::write(dir.path().join("a.safetensors"), "").unwrap();
         refuse_consumed(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn a_shard_that_is_gone_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let [gone, here] = ["a.safetensors", "b.safetensors"].map(|name| dir.path().join(name));
+        fs::write(&here, "").unwrap();
+        remove(dir.path(), &[gone, here.clone()]).unwrap();
+        assert!(!here.exists());
     }
 
     #[test]

@@ -239,6 +239,12 @@ pub enum CheckpointError {
         /// Destination directory.
         dir: PathBuf,
     },
+    /// Somebody else removes the source as it is converted.
+    #[error("another process removes the shards of {} as it converts them", dir.display())]
+    SourceBusy {
+        /// Source directory.
+        dir: PathBuf,
+    },
     /// The destination holds something that is not of this writing.
     #[error("{} already holds {}, which this command did not write", dir.display(), file.display())]
     ConvertOccupied {
@@ -350,6 +356,7 @@ impl CheckpointError {
             }
             CheckpointError::Interrupted { .. } => "the same command continues",
             CheckpointError::ConvertBusy { .. } => "wait for it to end, or give another destination",
+            CheckpointError::SourceBusy { .. } => "wait for it to end: what it makes is the model then",
             CheckpointError::ConvertOccupied { .. } => "give an empty or new directory",
             CheckpointError::Device(IoError::Memory { .. }) => "free memory, or allow this process more of it",
             CheckpointError::Device(IoError::Changed { .. }) => {

@@ -8,7 +8,7 @@ mod weights;
 
 pub use options::{ConvertOptions, Width};
 
-use super::consumed::Record;
+use super::consumed::{Lock, Record};
 use super::error::{CheckpointError, Result, Way, is_there};
 use super::write::layout::ShardLayout;
 use super::write::{self, Contents, Frees, SmallFile, Weights, Writing};
@@ -46,6 +46,8 @@ pub fn convert(
 ) -> Result<ConvertReport> {
     options.check()?;
     refuse_unfinished(src)?;
+    // Taken before anything is said of which shards are there.
+    let _lock = lock(src, options)?;
     let record = Record::read(src)?;
     let remembered = record.as_ref().map(Record::headers).unwrap_or_default();
     let source = Checkpoint::open_remembering(src, &["config.json"], &remembered)?;
@@ -60,7 +62,13 @@ pub fn convert_opened(
     progress: &mut dyn FnMut(Progress),
 ) -> Result<ConvertReport> {
     options.check()?;
+    let _lock = lock(&source.dir, options)?;
     convert_source(source, None, dst, options, progress)
+}
+
+/// What a source is held with while its shards are removed.
+fn lock(src: &Path, options: &ConvertOptions) -> Result<Option<Lock>> {
+    options.delete_source.then(|| Lock::take(src)).transpose()
 }
 
 /// What a check of a finished conversion found.
