@@ -54,8 +54,9 @@ pub struct ConvertArgs {
     /// What SRC is: container means --repack, checkpoint that weights are quantized [default: checkpoint]
     #[arg(long, value_name = "KIND", value_parser = ["container", "checkpoint"])]
     from: Option<String>,
-    /// Remove each shard of SRC once all that is made from it is written, durable and was read back: the disk never holds
-    /// more than what is converted, what is not, and one shard. SRC is no model any more as soon as the first is gone
+    /// Remove each shard of SRC once all that is made from it is written, durable and was read back. What that saves hangs on
+    /// SRC: a shard stays until the last layer that reaches into it is stored, and where every shard holds of every layer
+    /// the disk holds SRC and DST whole at the end. SRC is no model any more as soon as the first is gone
     #[arg(long)]
     delete_source: bool,
     /// Write nothing: read the finished conversion in DST, compare it with its checksums, and convert SRC again to compare
