@@ -322,6 +322,9 @@ impl CheckpointError {
                 "shard and index come from different uploads: fetch both again, or remove the index if the shards are right"
             }
             CheckpointError::TensorMissing { .. } => "a shard is missing, or config.json belongs to another model",
+            CheckpointError::Tensor { what: "format", .. } => {
+                "the map colibri.fmt in the shard's metadata and the tensor's sizes contradict each other: fetch or make the shard again, or take the entry out if the sizes are right"
+            }
             CheckpointError::Tensor { .. } => {
                 "config.json and shards belong to different models, or the shard is damaged"
             }
