@@ -27,6 +27,7 @@ use millstream_io::{
     SimConfig, SimFault, Slab, SlabPool, Wait, open_device, sim_device,
 };
 use program::forget_settings;
+use safetensors::{Shard, Tensor};
 use serde_json::{Map, Value};
 use tempfile::TempDir;
 
@@ -555,6 +556,33 @@ fn what_doctor_passes_runs_and_what_it_refuses_does_not() {
         }
         let expected = if name == "two shards cut short" { 2 } else { failed.len() };
         assert_eq!(failed.len(), expected, "each bad header is named: {report}");
+    }
+}
+
+#[test]
+fn experts_in_pieces_are_to_be_laid_together_by_what_takes_their_weights() {
+    let placement = |dir: &Path| {
+        let report = doctor(dir, &[]);
+        let check = report["checks"].as_array().unwrap().iter().find(|check| check["id"] == "placement");
+        let check = check.unwrap_or_else(|| panic!("{report}"));
+        assert_eq!(check["status"], "warn", "{check}");
+        check["hint"].as_str().unwrap().to_owned()
+    };
+    for (from, command) in [(Model::TalesInt4, "`millstream convert --repack`"), (Model::Tales, "`millstream convert`")] {
+        let model = copy(from);
+        for path in shards(model.path()) {
+            let mut shard = Shard::read(&path);
+            // Experts with checksums are in one piece, or damaged.
+            shard.metadata.remove("millstream.xxh3");
+            let tensors = std::mem::take(&mut shard.tensors);
+            for (number, tensor) in tensors.into_iter().enumerate() {
+                shard.tensors.push(tensor);
+                shard.tensors.push(Tensor::new(&format!("__pad__apart.{number}"), "U8", &[8], vec![0; 8]));
+            }
+            shard.write(&path);
+        }
+        let hint = placement(model.path());
+        assert!(hint.contains(command), "{hint}");
     }
 }
 

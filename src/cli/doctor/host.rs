@@ -13,7 +13,7 @@ use millstream_io::{
 use crate::checkpoint::{Checkpoint, ExpertSource};
 use crate::engine::budget::{Budget, TooSmall};
 use crate::engine::{Engine, EngineConfig, EngineError};
-use crate::kernels::Kernels;
+use crate::kernels::{Format, Kernels};
 
 use super::Report;
 use crate::cli::config::RunConfig;
@@ -209,11 +209,12 @@ fn placement(machine: &Machine, checkpoint: &Checkpoint, report: &mut Report) {
         2 => report.ok("placement", format!("every expert lies in at most two pieces, on {drives}")),
         _ => {
             let detail = format!("an expert lies in up to {pieces} pieces, on {drives}");
-            report.warn(
-                "placement",
-                detail,
-                "each piece is a read of its own: `millstream convert` lays them together",
-            );
+            // Integer weights are not quantized again.
+            let hint = match checkpoint.formats().any(Format::is_integer) {
+                true => "each piece is a read of its own: `millstream convert --repack` lays them together",
+                false => "each piece is a read of its own: `millstream convert` lays them together",
+            };
+            report.warn("placement", detail, hint);
         }
     }
 }
