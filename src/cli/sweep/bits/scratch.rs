@@ -1,7 +1,9 @@
 //! The directory that containers are made in: this process's own, gone when it ends. What a killed process left behind is
 //! removed by the next one; a lock tells whether its owner lives.
 
+use std::collections::hash_map::RandomState;
 use std::fs::{self, DirBuilder, File};
+use std::hash::BuildHasher;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,7 +24,9 @@ pub struct Scratch {
 impl Scratch {
     pub fn make(below: &Path, uid: u32) -> Result<Scratch, Failure> {
         clear_abandoned(below, uid);
-        let dir = below.join(format!("{PREFIX}{}", std::process::id()));
+        // In a container every process has the same id, and what one that was killed left may be too young to go.
+        let random = RandomState::new().hash_one(std::process::id());
+        let dir = below.join(format!("{PREFIX}{random:016x}"));
         let cannot = |e: std::io::Error| {
             Failure::work(format!("cannot make a directory in {}", below.display()))
                 .cause(e)
@@ -97,5 +101,13 @@ mod tests {
         fs::write(scratch.path("logits"), b"x").unwrap();
         drop(scratch);
         assert_eq!(fs::read_dir(below.path()).unwrap().count(), 3);
+    }
+
+    #[test]
+    fn what_a_process_of_the_same_id_left_is_in_nobodys_way() {
+        let below = tempfile::tempdir().unwrap();
+        let uid = fs::metadata(below.path()).unwrap().uid();
+        let _killed = Scratch::make(below.path(), uid).unwrap();
+        Scratch::make(below.path(), uid).unwrap();
     }
 }
