@@ -9,7 +9,7 @@ mod safetensors;
 use millstream::checkpoint::convert::{ConvertOptions, Progress, Verified, convert, verify};
 use millstream::checkpoint::{Checkpoint, CheckpointError};
 use program::{done, program, refused, stderr};
-use safetensors::{Shard, Tensor, tiny_model};
+use safetensors::{Model, Shard, Tensor, tiny_model};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt, symlink};
@@ -299,6 +299,28 @@ fn a_header_that_the_drive_gives_back_otherwise_keeps_the_source() {
     assert!(error.to_string().contains("out-00001.safetensors") && error.to_string().contains("header"), "{error}");
     assert_eq!(shards(src.path()), before);
     assert!(!unfinished.exists() && !dst.path().join("out-00001.safetensors").exists());
+}
+
+#[test]
+fn a_source_is_not_removed_for_what_another_one_was_made_into() {
+    let (first, second) = (Model::tiny(), Model::tiny());
+    let dst = quick_dir();
+    quietly(first.path(), dst.path(), &ConvertOptions::default()).unwrap();
+    let made = contents(dst.path());
+    // Between two of the sixteen samples of 4,096 bytes that tell sources apart.
+    let path = second.shard_path();
+    let mut bytes = fs::read(&path).unwrap();
+    let between = (bytes.len() - 4096) / 16 * 8 + 4096 + 1000;
+    bytes[between..][..256].iter_mut().for_each(|byte| *byte ^= 0x80);
+    fs::write(&path, &bytes).unwrap();
+    let error = quietly(second.path(), dst.path(), &options()).unwrap_err();
+    assert!(matches!(error, CheckpointError::OtherWeights { .. }), "{error}");
+    assert!(error.hint().contains("another destination"), "{}", error.hint());
+    assert!(fs::read(&path).unwrap() == bytes, "the source is there");
+    assert_same_files(dst.path(), &made);
+    // Of its own source it is the proof.
+    quietly(first.path(), dst.path(), &options()).unwrap();
+    assert_same_files(dst.path(), &made);
 }
 
 /// Flips a bit of a weight.

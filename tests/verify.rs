@@ -568,7 +568,8 @@ fn experts_in_pieces_are_to_be_laid_together_by_what_takes_their_weights() {
         assert_eq!(check["status"], "warn", "{check}");
         check["hint"].as_str().unwrap().to_owned()
     };
-    for (from, command) in [(Model::TalesInt4, "`millstream convert --repack`"), (Model::Tales, "`millstream convert`")] {
+    for (from, command) in [(Model::TalesInt4, "`millstream convert --repack`"), (Model::Tales, "`millstream convert`")]
+    {
         let model = copy(from);
         for path in shards(model.path()) {
             let mut shard = Shard::read(&path);

@@ -156,7 +156,9 @@ impl FileWriter {
         let Worker::Thread { done, .. } = &self.worker else { return Err(after_an_error()) };
         let result = done.recv().unwrap_or_else(|_| Err(io::Error::other("the thread that writes has panicked")));
         self.out -= 1;
-        if result.is_err() && let Worker::Thread { thread, .. } = std::mem::replace(&mut self.worker, Worker::Gone) {
+        if result.is_err()
+            && let Worker::Thread { thread, .. } = std::mem::replace(&mut self.worker, Worker::Gone)
+        {
             // It ends after an error; the slabs that it had are free then. That it panicked is the error.
             let _ = thread.join();
         }

@@ -263,6 +263,16 @@ pub enum CheckpointError {
         /// Whether it has its name: an earlier run had finished it.
         kept: bool,
     },
+    /// What an earlier run stored was made from other weights than the source has, and shards of that were to be removed.
+    #[error("{} holds other weights of {run} than {} makes", file.display(), dir.display())]
+    OtherWeights {
+        /// The shard.
+        file: PathBuf,
+        /// The first run that differs.
+        run: String,
+        /// Source directory.
+        dir: PathBuf,
+    },
     /// The FP8 decoder of this machine gives other values than the format's definition.
     #[error("FP8 self test: code {code:#04x} with the block scale {scale} decodes to {found}, expected {expected}")]
     SelfTest {
@@ -371,6 +381,9 @@ impl CheckpointError {
             }
             CheckpointError::ReadBack { .. } => {
                 "the drive or the memory is at fault (dmesg): nothing of this shard was kept; the same command writes it again"
+            }
+            CheckpointError::OtherWeights { .. } => {
+                "it was made from another model with the same headers: give another destination; nothing was removed for this shard"
             }
             CheckpointError::SelfTest { .. } => {
                 "nothing was converted: the processor or this build of the program is at fault"

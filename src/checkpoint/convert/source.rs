@@ -44,8 +44,9 @@ impl<'a> Source<'a> {
         Ok(source)
     }
 
-    /// Tells sources apart, also two trainings of one architecture, whose configurations and headers are the same: a
-    /// hash of those, and of some weights of every shard. It stays the same while shards are removed.
+    /// Tells sources apart, and of two trainings of one architecture, whose configurations and headers are the same, those
+    /// that differ in what is sampled: a hash of those, and of some weights of every shard. Where only others differ, what
+    /// was made is compared before its source goes. It stays the same while shards are removed.
     pub fn identity(&self) -> String {
         let mut hasher = Xxh3::new();
         hasher.update(&self.checkpoint.fingerprint().to_le_bytes());

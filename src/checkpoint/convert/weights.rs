@@ -13,7 +13,7 @@ use crate::limits::CONVERT_PIECE_BYTES;
 use millstream_io::{FileId, FileSet, FileSpan, IoMode};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -90,6 +90,10 @@ impl Weights for Encoder<'_> {
 
     fn needs_proof(&self, number: usize) -> bool {
         self.consume.as_ref().is_some_and(|consume| consume.needs_proof(number))
+    }
+
+    fn source(&self) -> &Path {
+        self.source.dir()
     }
 
     fn can_make(&self, number: usize) -> bool {

@@ -10,7 +10,7 @@ use crate::checkpoint::tensors::shard_paths;
 use millstream_io::FileId;
 use serde_json::{Map, Value, json};
 use std::fs::{self, File, TryLockError};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -126,10 +126,13 @@ impl Destination {
         self.write_small(INDEX_NAME, self.index(shards)?.as_bytes())
     }
 
-    /// Takes the mark of [`Destination::begin`] away: the directory is a model.
+    /// Takes the mark of [`Destination::begin`] away, where there is one: the directory is a model.
     pub fn end(&self) -> Result<()> {
         let marker = self.dir.join(UNFINISHED_NAME);
-        fs::remove_file(&marker).map_err(io_error("remove", &marker))?;
+        match fs::remove_file(&marker) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            other => other.map_err(io_error("remove", &marker))?,
+        }
         self.sync()
     }
 

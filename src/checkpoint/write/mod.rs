@@ -154,6 +154,11 @@ pub(crate) trait Weights {
         true
     }
 
+    /// Where they come from, for a message.
+    fn source(&self) -> &Path {
+        Path::new("")
+    }
+
     /// The shard of this number is durable, proved, and has its name.
     fn stored(&mut self, _number: usize) -> Result<()> {
         Ok(())
@@ -282,7 +287,10 @@ impl Writing {
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Report> {
         let Writing { shards, layouts, kept, destination, .. } = self;
-        destination.begin()?;
+        // A whole container stays one while it is only proved.
+        if self.missing().next().is_some() {
+            destination.begin()?;
+        }
         let of = self.bytes_stored;
         let mut run = Run {
             destination,
@@ -360,7 +368,8 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Proves a shard that an earlier run had finished. A damaged one is written anew while its source is there.
+    /// Proves a shard that an earlier run had finished: that the drive has it, and, while its source is there, that it is
+    /// what that makes; of another source it would be the same headers and samples. A damaged one is written anew.
     fn kept(
         &mut self,
         number: usize,
@@ -380,7 +389,26 @@ impl Run<'_> {
             Err(CheckpointError::ReadBack { file, damage, .. }) => {
                 Err(CheckpointError::ReadBack { file, damage, kept: true })
             }
+            Ok(()) if weights.can_make(number) => self.compare(shard, layout, hashes, weights),
             other => other,
+        }
+    }
+
+    /// Makes the runs of a shard again and compares them with those that are stored.
+    fn compare(
+        &mut self,
+        shard: &ShardPlan,
+        layout: &ShardLayout,
+        hashes: &[u64],
+        weights: &mut dyn Weights,
+    ) -> Result<()> {
+        let made = shard::hashes(shard, layout, weights, &mut |_| self.go_on())?;
+        match layout.run_names().iter().zip(hashes.iter().zip(&made)).find(|(_, (stored, made))| stored != made) {
+            None => Ok(()),
+            Some((run, _)) => {
+                let file = self.destination.dir().join(&shard.file_name);
+                Err(CheckpointError::OtherWeights { file, run: run.clone(), dir: weights.source().to_owned() })
+            }
         }
     }
 
@@ -429,7 +457,8 @@ impl Run<'_> {
         let Some(direct) = read_back else { return Err(self.destination.interrupted()) };
         if !direct && self.direct != Some(false) {
             let place = self.destination.dir().display();
-            let line = format!("{place} cannot be read directly: what is read back may be what is left of it in memory");
+            let line =
+                format!("{place} cannot be read directly: what is read back may be what is left of it in memory");
             (self.progress)(Progress::Note(line));
         }
         self.direct = Some(direct && self.direct.unwrap_or(true));
