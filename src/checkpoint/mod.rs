@@ -70,6 +70,7 @@ impl Checkpoint {
     /// As [`Checkpoint::open`], for whoever can do without tokenizer.json: token ids need none.
     pub fn open_without_tokenizer(dir: &Path) -> Result<Checkpoint> {
         refuse_unfinished(dir)?;
+        consumed::refuse_consumed(dir)?;
         let needed = if is_there(&dir.join("config.json"))? { &SMALL_FILES[..1] } else { &SMALL_FILES[..] };
         Checkpoint::open_with(dir, needed)
     }
