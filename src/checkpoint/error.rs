@@ -198,7 +198,7 @@ pub enum CheckpointError {
         way: Way,
     },
     /// Shards of the directory were removed as they were converted.
-    #[error("{} is no whole model any more: {gone} of its shards were removed as they were converted into {}", dir.display(), into.display())]
+    #[error("{} is no whole model any more: {gone} of its shards {} removed and converted into {}", dir.display(), if *gone == 1 { "was" } else { "were" }, into.display())]
     Consumed {
         /// Model directory.
         dir: PathBuf,

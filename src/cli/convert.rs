@@ -186,7 +186,10 @@ fn outcome(report: &ConvertReport, args: &ConvertArgs, seconds: f64) -> String {
     };
     let removed = match report.source_shards_removed {
         0 => String::new(),
-        count => format!("; removed {count} shards of the source, {}", size::show(report.source_bytes_removed)),
+        count => {
+            let shards = if count == 1 { "shard" } else { "shards" };
+            format!("; removed {count} {shards} of the source, {}", size::show(report.source_bytes_removed))
+        }
     };
     let kept = match report.source_shards_kept.as_slice() {
         [] => String::new(),
