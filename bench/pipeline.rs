@@ -14,8 +14,8 @@
 //! Medians are printed as a Markdown table, and every position is compared with the best fixed one round by round. The
 //! experts come from the page cache, so that the played drive is the slower one; one thread computes, in f32, and one
 //! copies, so that each has a core of its own. Under `cargo test` it does the same with a few tokens.
-//! `MILLSTREAM_BENCH_DIR` names the directory of the model, which is removed at the end, and `MILLSTREAM_BENCH_ONLY` a
-//! part of the name of the drives to play.
+//! `MILLSTREAM_BENCH_DIR` names the directory of the model, which is removed at the end, `MILLSTREAM_BENCH_ONLY` a
+//! part of the name of the drives to play, and `MILLSTREAM_BENCH_LAYERS` how many layers the model is to have.
 
 // An engine's error is large, and made once an engine at most.
 #![allow(clippy::result_large_err)]
@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::arch::MlpKind;
-use millstream::checkpoint::synth::{Preset, SynthOptions, synth};
+use millstream::checkpoint::synth::{SynthOptions, synth};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::stats::Stats;
 use millstream::engine::{Activations, Engine, EngineConfig, GuessFrom, GuessRule, Job, Memory, Switch, Switches};
@@ -91,11 +91,19 @@ fn main() -> Result<(), Box<dyn Error>> {
         true => Size { preset: "medium", tokens: 32, rounds: 9 },
         false => Size { preset: "small", tokens: 6, rounds: 1 },
     };
+    let layers = match std::env::var("MILLSTREAM_BENCH_LAYERS") {
+        Ok(layers) if measuring => Some(layers.parse::<usize>()?),
+        _ => None,
+    };
+    // About as many visits of layers, however many a token has.
+    let tokens = layers.map_or(size.tokens, |layers| (256 / layers).max(8));
+    let size = Size { tokens, ..size };
     let dir = std::env::var_os("MILLSTREAM_BENCH_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_TARGET_TMPDIR")), PathBuf::from);
     let dir = tempfile::tempdir_in(dir)?;
     let model = dir.path().join("model");
-    synth(&model, &SynthOptions::new(size.preset.parse::<Preset>()?), &mut |_| {})?;
+    let dense_layers = layers.map(|_| 1);
+    synth(&model, &SynthOptions { layers, dense_layers, ..SynthOptions::new(size.preset.parse()?) }, &mut |_| {})?;
     let drives = drives(&model, &size)?;
     let only = std::env::var("MILLSTREAM_BENCH_ONLY").ok();
     for (name, drive) in drives.iter().filter(|(name, _)| only.as_ref().is_none_or(|only| name.contains(only))) {
