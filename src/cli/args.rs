@@ -209,7 +209,7 @@ pub struct EngineArgs {
     #[arg(long, value_name = "WHEN", value_parser = |text: &str| DSA.parse(text))]
     pub dsa: Option<Dsa>,
     /// Compare what is read with the container's checksums: off, sample (the first read of one expert in 64; with
-    /// mirrors the first 64 reads too, and everything once something was wrong) or all.
+    /// mirrors the first 64 reads and some of each layer too, and everything once something was wrong) or all.
     /// All hashes every expert read, at 5 GB/s or more, on the thread that computes, and reads resident weights twice
     /// [default: sample]
     #[arg(long, value_name = "WHAT", value_parser = |text: &str| VERIFY.parse(text))]

@@ -18,8 +18,8 @@ pub enum Verify {
     Off,
     /// The first read of an expert, with a probability of 1 / [`SAMPLE_ONE_IN`]: finds a drive or a copy that is bad in
     /// many places, seldom one bad place, and costs next to nothing. Where there are mirrors the first [`SAMPLE_FIRST`]
-    /// are checked, whatever they are: a copy that is no copy is found before it is used. Once something was wrong, every
-    /// read is.
+    /// are checked, whatever they are: a copy that is no copy is found before it is used. So are the first of each layer, as
+    /// many as there are drives: a copy may be bad in one file only. Once something was wrong, every read is.
     #[default]
     Sample,
     /// Every one.
@@ -62,6 +62,8 @@ pub struct Checks {
     passed: Vec<bool>,
     /// First reads that are still to be checked whatever the seed draws.
     pub(super) first: u32,
+    /// The same of each model layer.
+    pub(super) first_of: Vec<u32>,
     /// Something was wrong: every read is checked.
     doubt: bool,
     /// Where the experts are, for messages and to read a damaged one again.
@@ -78,6 +80,7 @@ impl Checks {
             seen: vec![],
             passed: vec![],
             first: 0,
+            first_of: vec![],
             doubt: false,
             files: None,
         }
@@ -99,8 +102,10 @@ impl Checks {
         let expected: Vec<Option<u64>> = table.keys().map(hash).collect();
         let unchecked = expected.iter().filter(|hash| hash.is_none()).count();
         let (seen, passed) = (vec![false; expected.len()], vec![false; expected.len()]);
-        let first = if files.drives() > 1 { SAMPLE_FIRST } else { 0 };
-        (Checks { verify, seed, expected, seen, passed, first, doubt: false, files: Some(files) }, unchecked)
+        let (first, of_layer) = if files.drives() > 1 { (SAMPLE_FIRST, files.drives() as u32) } else { (0, 0) };
+        let layers = table.keys().map(|key| usize::from(key.layer) + 1).max().unwrap_or(0);
+        let first_of = vec![of_layer; layers];
+        (Checks { verify, seed, expected, seen, passed, first, first_of, doubt: false, files: Some(files) }, unchecked)
     }
 
     /// Whether this read of `key` is to be checked.
@@ -110,7 +115,8 @@ impl Checks {
             Verify::Off => false,
             Verify::All => self.expected[index].is_some(),
             Verify::Sample => {
-                let sampled = !self.seen[index] && (self.first > 0 || self.drawn(index));
+                let of_layer = self.first_of.get(usize::from(key.layer)).is_some_and(|first| *first > 0);
+                let sampled = !self.seen[index] && (self.first > 0 || of_layer || self.drawn(index));
                 self.expected[index].is_some() && (self.doubt || sampled)
             }
         }
@@ -138,7 +144,8 @@ impl Checks {
         if self.verify == Verify::Sample {
             self.seen[table.index(key)] = true;
             self.passed[table.index(key)] |= !checked;
-            self.first = self.first.saturating_sub(1);
+            let of_layer = self.first_of.get_mut(usize::from(key.layer));
+            of_layer.into_iter().chain([&mut self.first]).for_each(|first| *first = first.saturating_sub(1));
         }
     }
 

@@ -38,6 +38,7 @@ fn sampled(fixture: &Fixture, slabs: usize, seed: u64, first: bool) -> ExpertSto
     let mut checks = checks(fixture, &store, Verify::Sample, seed);
     if !first {
         checks.first = 0;
+        checks.first_of.clear();
     }
     store.set_checks(checks);
     store
@@ -67,6 +68,24 @@ fn a_mirror_that_is_no_copy_is_found_before_any_of_it_is_used() {
         assert!(stats.healed > 0 && stats.discarded == 0, "{stats:?}");
         assert_no_slab_is_lost(&store);
     }
+}
+
+#[test]
+fn a_mirror_that_is_wrong_in_a_later_layer_only_is_found_at_its_first_read() {
+    let mut fixture = fixture();
+    let (seed, drawn) = drawn(&fixture);
+    let _mirror = copied(&mut fixture, |bytes| flip(&mut bytes[EXPERTS * SECTOR as usize..]));
+    fixture.files.avoid(FileId(0), 0, &IoError::DeviceDied { cause: "test".to_owned() });
+    let mut store = fixture.simulated(12, &SimConfig::calm(1));
+    let mut checks = checks(&fixture, &store, Verify::Sample, seed);
+    // As of a model whose first layers have used them up.
+    checks.first = 0;
+    store.set_checks(checks);
+    assert_eq!(serve(&mut store, 0, &ALL).unwrap().len(), EXPERTS);
+    assert_eq!((store.stats().checked, store.stats().healed), (2, 0), "one for each drive");
+    let other = (drawn + 1) % EXPERTS as u16;
+    assert_eq!(serve(&mut store, 1, &[other]).unwrap(), [other]);
+    assert_eq!(store.stats().healed, 1);
 }
 
 #[test]
