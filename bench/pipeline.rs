@@ -132,15 +132,14 @@ fn drives(model: &Path, size: &Size) -> Result<[(&'static str, ThrottleConfig); 
     // What a token reads where experts have to share slabs, and the bytes of a read.
     let mut streamed = open(model, Some(ThrottleConfig::default()))?;
     streamed.set_switches(unaided)?;
+    // Of the answer alone: what its prompt reads, after such an answer, is taken off.
+    generate(&mut streamed, size)?;
     let stats = generate(&mut streamed, size)?;
-    let tokens = (stats.prompt_tokens + stats.decode_steps) as f64;
-    let (bytes, reads) = (stats.io.bytes as f64 / tokens, stats.io.reads as f64 / tokens);
-    println!(
-        "a token computes {:.2} ms and reads {:.2} MB in {reads:.1} reads, hit rate {:.2}\n",
-        compute_s * 1e3,
-        bytes / 1e6,
-        stats.experts.hit_rate.unwrap_or(0.0)
-    );
+    let prompt = generate(&mut streamed, &Size { tokens: 1, ..*size })?;
+    let steps = stats.decode_steps as f64;
+    let bytes = stats.io.bytes.saturating_sub(prompt.io.bytes) as f64 / steps;
+    let reads = stats.io.reads.saturating_sub(prompt.io.reads) as f64 / steps;
+    println!("a token computes {:.2} ms and reads {:.2} MB in {reads:.1} reads\n", compute_s * 1e3, bytes / 1e6);
     let parallel = |times: f64| ThrottleConfig {
         latency: LATENCY,
         bytes_per_s: (bytes / (compute_s * times)) as u64 + 1,
