@@ -32,11 +32,12 @@ type Awaited = (Vec<Place>, Option<std::result::Result<Slab, IoError>>);
 /// Opens the device that reads.
 type Open<'a> = &'a dyn Fn(Arc<FileSet>, &SlabPool) -> std::result::Result<Box<dyn Device>, IoError>;
 
-/// Reads pieces, several at a time, and gives them out one after the other.
+/// Reads pieces, several at a time, and gives them out one after the other. Where not one more thread can be had, which a
+/// device needs, each is read when it is asked for.
 pub(crate) struct ReadAhead {
     files: Arc<FileSet>,
     pool: SlabPool,
-    /// `None` once it is given up.
+    /// None where there is no thread for one.
     device: Option<Box<dyn Device>>,
     /// Pieces to read, and those of them that are submitted.
     plans: Vec<SlabLayout>,
@@ -58,8 +59,11 @@ impl ReadAhead {
             pieces.iter().map(|spans| layout(spans, &files)).collect::<std::result::Result<_, _>>()?;
         let slab_bytes = plans.iter().map(|plan| plan.slab_bytes as usize).max().unwrap_or(1);
         let pool = SlabPool::new(slab_bytes, AHEAD_SLABS.min(plans.len()).max(1))?;
-        let device = open(Arc::clone(&files), &pool)?;
-        let (device, window) = (Some(device), VecDeque::with_capacity(AHEAD_SLABS));
+        let device = match open(Arc::clone(&files), &pool) {
+            Err(IoError::Start { .. }) => None,
+            opened => Some(opened?),
+        };
+        let window = VecDeque::with_capacity(AHEAD_SLABS);
         let mut ahead = ReadAhead { files, pool, device, plans, submitted: 0, base: 0, window };
         ahead.submit()?;
         Ok(ahead)
@@ -68,6 +72,9 @@ impl ReadAhead {
     /// The next piece; its buffer is read into again once it is dropped. While it has not come, `waiting` is asked now
     /// and then whether to go on.
     pub fn next(&mut self, waiting: &mut dyn FnMut() -> Result<()>) -> Result<Piece> {
+        if self.device.is_none() {
+            return self.read();
+        }
         self.submit()?;
         loop {
             if self.window.front().is_some_and(|(_, done)| done.is_some())
@@ -77,9 +84,7 @@ impl ReadAhead {
                 return Ok(Piece { slab: result?, places });
             }
             let Some(device) = self.device.as_mut().filter(|_| !self.window.is_empty()) else {
-                return Err(CheckpointError::Device(IoError::BadRequest {
-                    what: "no piece is left to read".to_owned(),
-                }));
+                return Err(none_left());
             };
             match device.reap(Wait::AtMost(PATIENCE))? {
                 Some(Completion { tag, slab, result, .. }) => {
@@ -88,6 +93,19 @@ impl ReadAhead {
                 None => waiting()?,
             }
         }
+    }
+
+    /// The next piece, without a device.
+    fn read(&mut self) -> Result<Piece> {
+        let (Some(plan), Some(mut slab)) = (self.plans.get(self.base), self.pool.take()) else {
+            return Err(none_left());
+        };
+        for segment in plan.segments.iter() {
+            let to = &mut slab.bytes_mut()[segment.at as usize..][..segment.want as usize];
+            self.files.read_exact_at(segment.file, segment.offset, to)?;
+        }
+        self.base += 1;
+        Ok(Piece { slab, places: plan.places.clone() })
     }
 
     /// Submits as many pieces as there are free buffers.
@@ -117,6 +135,10 @@ impl ReadAhead {
     }
 }
 
+fn none_left() -> CheckpointError {
+    CheckpointError::Device(IoError::BadRequest { what: "no piece is left to read".to_owned() })
+}
+
 impl Drop for ReadAhead {
     /// A drive that hangs is not waited for.
     fn drop(&mut self) {
@@ -129,7 +151,7 @@ impl Drop for ReadAhead {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use millstream_io::{FileId, IoMode, SimConfig, SimFault, sim_device};
+    use millstream_io::{Errno, FileId, IoMode, SimConfig, SimFault, sim_device};
 
     #[test]
     fn pieces_come_in_order_whatever_their_number_and_place() {
@@ -142,17 +164,22 @@ mod tests {
         let pieces: Vec<Vec<FileSpan>> = (0..40u64)
             .map(|i| vec![span((i % 2) as u32, i * 4801, 5000), span(((i + 1) % 2) as u32, 199_990 - i, 10)])
             .collect();
-        let mut ahead = ReadAhead::begin(FileSet::open(&paths, IoMode::Auto).unwrap(), &pieces).unwrap();
-        for spans in &pieces {
-            let piece = ahead.next(&mut || Ok(())).unwrap();
-            for (number, span) in spans.iter().enumerate() {
-                let expected = &contents[span.file.0 as usize][span.offset as usize..][..span.len as usize];
-                assert!(piece.bytes(number) == expected, "{span:?}");
+        let no_thread = |_, _: &SlabPool| Err(IoError::Start { what: "a reader thread", errno: Errno(libc::EAGAIN) });
+        let files = || FileSet::open(&paths, IoMode::Auto).unwrap();
+        for mut ahead in
+            [ReadAhead::begin(files(), &pieces).unwrap(), ReadAhead::begin_on(files(), &pieces, &no_thread).unwrap()]
+        {
+            for spans in &pieces {
+                let piece = ahead.next(&mut || Ok(())).unwrap();
+                for (number, span) in spans.iter().enumerate() {
+                    let expected = &contents[span.file.0 as usize][span.offset as usize..][..span.len as usize];
+                    assert!(piece.bytes(number) == expected, "{span:?}");
+                }
+                assert!(piece.bytes(spans.len()).is_empty());
             }
-            assert!(piece.bytes(spans.len()).is_empty());
+            ahead.check_unchanged().unwrap();
+            assert!(ahead.next(&mut || Ok(())).is_err(), "there is no further piece");
         }
-        ahead.check_unchanged().unwrap();
-        assert!(ahead.next(&mut || Ok(())).is_err(), "there is no further piece");
     }
 
     #[test]

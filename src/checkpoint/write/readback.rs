@@ -7,11 +7,12 @@
 use super::layout::ShardLayout;
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::verify::{self, HashedRun};
-use crate::limits::{CHECK_WORKERS_MAX, READ_BACK_SLABS};
-use millstream_io::{Access, DeviceConfig, FileId, FileSet, FileSpan, IoMode, leave, open_device};
+use crate::limits::{CHECK_SLAB_BYTES_MAX, CHECK_WORKERS_MAX, READ_BACK_SLABS};
+use millstream_io::{Access, DeviceConfig, FileId, FileSet, FileSpan, IoError, IoMode, leave, open_device};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use xxhash_rust::xxh3::Xxh3;
 
 /// Reads the runs of the shard at `path` and compares them with `hashes`. Returns whether the reads went around the page
 /// cache; `None` when `cancel` ended it. `checked` is told bytes as they are read.
@@ -52,7 +53,10 @@ pub(crate) fn compare_runs(
     }
     let files = Arc::new(FileSet::open(&[PathBuf::from(path)], IoMode::Auto)?);
     let pool = verify::pool_for(&runs, &files, READ_BACK_SLABS)?;
-    let mut device = open_device(&DeviceConfig::default(), Arc::clone(&files), &pool)?;
+    let mut device = match open_device(&DeviceConfig::default(), Arc::clone(&files), &pool) {
+        Err(IoError::Start { .. }) => return compare_alone(path, &runs, &files, cancel, checked),
+        opened => opened?,
+    };
     let workers = std::thread::available_parallelism().map_or(1, usize::from).min(CHECK_WORKERS_MAX);
     let mut seen = 0;
     let outcome = verify::check(&runs, &files, &pool, &mut *device, workers, cancel, &mut |now| {
@@ -70,4 +74,36 @@ pub(crate) fn compare_runs(
     }
     let direct = matches!(files.access(FileId(0)), Access::Direct { .. });
     Ok((!report.interrupted).then_some(direct))
+}
+
+/// As [`compare_runs`], where not one more thread can be had: by the caller, through the page cache.
+fn compare_alone(
+    path: &Path,
+    runs: &[HashedRun],
+    files: &FileSet,
+    cancel: &AtomicBool,
+    checked: &mut dyn FnMut(u64),
+) -> Result<Option<bool>> {
+    let mut buffer = vec![0; CHECK_SLAB_BYTES_MAX];
+    for run in runs {
+        let mut hash = Xxh3::new();
+        let mut done = 0;
+        while done < run.span.len {
+            if cancel.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let part = (run.span.len - done).min(buffer.len() as u64);
+            files.read_exact_at(run.span.file, run.span.offset + done, &mut buffer[..part as usize])?;
+            hash.update(&buffer[..part as usize]);
+            checked(part);
+            done += part;
+        }
+        let (expected, found) = (run.hash, hash.digest());
+        if found != expected {
+            let fault = verify::Fault::Differs { expected, found };
+            let damage = verify::Damage { shard: path.to_owned(), run: run.clone(), fault }.to_string();
+            return Err(CheckpointError::ReadBack { file: path.to_owned(), damage, kept: false });
+        }
+    }
+    Ok(Some(false))
 }
