@@ -351,6 +351,9 @@ fn what_cannot_be_removed_or_must_not_be_is_refused_before_the_first_byte() {
     symlink(src.path(), &dotted).unwrap();
     refuse(&dotted, src.path(), &["--delete-source", "not the source"]);
 
+    // Who sees that the source is no model any more may remove all that is in it.
+    refuse(src.path(), &src.path().join("out/deep"), &["--delete-source", "outside the source"]);
+
     // A link frees nothing, and what it points to may be somebody else's: so it is in download caches.
     let first = "model-00001-of-00006.safetensors";
     fs::rename(src.path().join(first), other.path().join("blob")).unwrap();
@@ -404,6 +407,19 @@ fn a_consumed_source_is_neither_taken_for_another_nor_for_a_damaged_one() {
     let unconsumed = quick_dir();
     copy.iter().for_each(|(name, bytes)| fs::write(unconsumed.path().join(name), bytes).unwrap());
     assert_same_files(dst.path(), &whole(unconsumed.path()));
+}
+
+#[test]
+fn a_consumed_source_is_no_place_to_convert_back_into() {
+    let (src, dst) = (sharded(tiny_model()), quick_dir());
+    quietly(src.path(), dst.path(), &options()).unwrap();
+    let before = (contents(src.path()), contents(dst.path()));
+    for delete_source in [false, true] {
+        let back = ConvertOptions { repack: true, delete_source, ..ConvertOptions::default() };
+        let error = quietly(dst.path(), src.path(), &back).unwrap_err().to_string();
+        assert!(error.contains("already holds") && error.contains(".millstream-consumed.json"), "{error}");
+    }
+    assert!((contents(src.path()), contents(dst.path())) == before);
 }
 
 #[test]
@@ -637,7 +653,12 @@ fn the_command_says_what_it_found_and_what_it_removed() {
     let at = bytes.len() / 2;
     bytes[at] ^= 4;
     fs::write(dst.join("out-00000.safetensors"), bytes).unwrap();
-    refused(&run(&["--verify"]), 1, &["1 of 12 shards", "out-00000.safetensors", "checksum"]);
+    // Nobody is told to remove what cannot be made again.
+    refused(
+        &run(&["--verify"]),
+        1,
+        &["1 of 12 shards", "out-00000.safetensors", "checksum", "hint: keep this directory"],
+    );
     // The consumed source is refused as a model, with the place of what it became.
     let run_it = program(home.path()).args(["run", "-m", src.path().to_str().unwrap(), "-p", "x"]).output().unwrap();
     refused(&run_it, 1, &["converted into", dst.to_str().unwrap()]);

@@ -126,7 +126,13 @@ fn verify(args: &ConvertArgs, options: &ConvertOptions) -> Result<Done, Failure>
     let Verified { shards, bytes, direct, from_source, damage } = verified;
     if !damage.is_empty() {
         let what = format!("{} of {shards} shards in {place} are not as they should be", damage.len());
-        let hint = "remove those shards and give the conversion again where the source is still there; check the drive";
+        let hint = match from_source {
+            true => {
+                "keep both: a shard that is not as its own checksums say is damaged, but where only the source makes other \
+                 weights, it is the source that has changed; converting into a new directory loses nothing"
+            }
+            false => "keep this directory: its source is not whole any more; check the drive's health (dmesg)",
+        };
         return Err(Failure::work(what).cause(damage.join("\n")).hint(hint));
     }
     let how = if direct { "" } else { " through the page cache" };

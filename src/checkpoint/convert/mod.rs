@@ -8,7 +8,7 @@ mod weights;
 
 pub use options::{ConvertOptions, Width};
 
-use super::consumed::{Lock, Record};
+use super::consumed::{Lock, RECORD_NAME, Record};
 use super::error::{CheckpointError, Result, Way, is_there};
 use super::write::layout::ShardLayout;
 use super::write::{self, Contents, Frees, SmallFile, Weights, Writing};
@@ -155,6 +155,11 @@ fn convert_source(
     let needs = source.needs(&shards)?;
     checkpoint.notes().iter().for_each(|note| progress(Progress::Note(note.clone())));
     let consume = if options.delete_source { Some(source.consume(dst, &shards, &needs)?) } else { None };
+    // With the record of what it was before, nobody would take the result for a model, nor find all of the other's shards.
+    let file = dst.join(RECORD_NAME);
+    if is_there(&file)? {
+        return Err(CheckpointError::ConvertOccupied { dir: dst.to_owned(), file });
+    }
     let kept = consume.as_ref().map(|consume| consume.kept.clone()).unwrap_or_default();
     for (shard, reason) in &kept {
         progress(Progress::Note(format!("{shard} of the source stays: {reason}")));

@@ -119,6 +119,14 @@ impl<'a> Source<'a> {
         {
             return refuse("a destination that is not the source", format!("{} for both", dst.display()));
         }
+        // Who sees that the source is no model any more may remove it whole.
+        let absolute = std::path::absolute(dst).map_err(io_error("look at", dst))?;
+        let inside = absolute.ancestors().find_map(|place| fs::canonicalize(place).ok());
+        if let (Some(inside), Ok(dir)) = (inside, fs::canonicalize(dir))
+            && inside.starts_with(dir)
+        {
+            return refuse("a destination outside the source", dst.display().to_string());
+        }
         let left_out = self.left_out(shards)?;
         let stays = |file: &FileId| self.gone.contains(file) || left_out.contains_key(file);
         let mut last: BTreeMap<FileId, usize> = BTreeMap::new();
