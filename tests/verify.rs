@@ -560,6 +560,21 @@ fn what_doctor_passes_runs_and_what_it_refuses_does_not() {
 }
 
 #[test]
+fn of_a_source_that_was_consumed_doctor_names_what_it_was_made_into() {
+    let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let source = safetensors::Model::tiny();
+    let (from, into) = (source.path().to_str().unwrap(), home.path().join("made"));
+    let made = millstream(&["convert", "-q", "--delete-source", from, into.to_str().unwrap()]);
+    assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+    let report = doctor(source.path(), &[]);
+    let (status, detail) = status(&report, "shards");
+    let into = fs::canonicalize(into).unwrap();
+    assert!(status == "fail" && detail.contains(into.to_str().unwrap()), "{report}");
+    let run = millstream(&["run", "--raw", "-p", "x", "-m", from]);
+    assert!(run.status.code() == Some(1) && text(&run.stderr).contains(detail), "{}", text(&run.stderr));
+}
+
+#[test]
 fn experts_in_pieces_are_to_be_laid_together_by_what_takes_their_weights() {
     let placement = |dir: &Path| {
         let report = doctor(dir, &[]);

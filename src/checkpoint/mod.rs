@@ -62,15 +62,13 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Opens the model in `dir` and checks everything an answer could need. Reads no weight.
     pub fn open(dir: &Path) -> Result<Checkpoint> {
-        refuse_unfinished(dir)?;
-        consumed::refuse_consumed(dir)?;
+        refuse_partial(dir)?;
         Checkpoint::open_with(dir, &SMALL_FILES)
     }
 
     /// As [`Checkpoint::open`], for whoever can do without tokenizer.json: token ids need none.
     pub fn open_without_tokenizer(dir: &Path) -> Result<Checkpoint> {
-        refuse_unfinished(dir)?;
-        consumed::refuse_consumed(dir)?;
+        refuse_partial(dir)?;
         let needed = if is_there(&dir.join("config.json"))? { &SMALL_FILES[..1] } else { &SMALL_FILES[..] };
         Checkpoint::open_with(dir, needed)
     }
@@ -197,8 +195,14 @@ pub(crate) fn bad_headers(dir: &Path) -> Result<Vec<CheckpointError>> {
     Ok(shards.iter().filter_map(|path| header::read(path, millstream_io::FileId(0)).err()).collect())
 }
 
-/// What is being written is no model before it is done, even if all that is there is whole.
-pub(crate) fn refuse_unfinished(dir: &Path) -> Result<()> {
+/// Refuses what is no model yet, or no whole one any more, even if all that is there is whole.
+pub(crate) fn refuse_partial(dir: &Path) -> Result<()> {
+    refuse_unfinished(dir)?;
+    consumed::refuse_consumed(dir)
+}
+
+/// What is being written is no model before it is done.
+fn refuse_unfinished(dir: &Path) -> Result<()> {
     match is_there(&dir.join(UNFINISHED_NAME))? {
         true => Err(CheckpointError::Unfinished { dir: dir.to_owned() }),
         false => Ok(()),

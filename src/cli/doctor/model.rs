@@ -102,7 +102,7 @@ fn stop_tokens(dir: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>, report: &
 
 /// Completeness and headers; `true` where both are well.
 fn shards(dir: &Path, report: &mut Report) -> bool {
-    let opened = checkpoint::refuse_unfinished(dir).and_then(|()| TensorMap::open(dir));
+    let opened = checkpoint::refuse_partial(dir).and_then(|()| TensorMap::open(dir));
     let map = match opened {
         Ok(map) => map,
         Err(error @ CheckpointError::Header { .. }) => {
