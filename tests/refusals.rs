@@ -204,7 +204,8 @@ const HARMS: &[Harm] = &[
             let text = fs::read(p.dir.join("config.json")).unwrap();
             fs::write(p.dir.join("config.json"), &text[..text.len() / 2]).unwrap();
         },
-        &["config.json"],
+        // The text ends within a value or between two.
+        &["config.json", "JSON", "EOF while parsing"],
     ),
     ("a config without eps", |p| p.without("rms_norm_eps"), &["config.json", "rms_norm_eps", "found nothing"]),
     ("without a routed scale", |p| p.without("routed_scaling_factor"), &["config.json", "routed_scaling_factor"]),
@@ -214,7 +215,13 @@ const HARMS: &[Harm] = &[
         "a hidden_size that the weights have not",
         |p| p.config(|config| drop(config.insert("hidden_size".into(), 128.into()))),
         // 272 tokens: [272, 128] is asked for, [272, 64] is there, and int8 is a byte a weight.
-        &[".safetensors", "model.embed_tokens.weight", "expected", "[272, 128]|int8-row", "[272, 64]|17408 bytes"],
+        &[
+            ".safetensors",
+            "model.embed_tokens.weight",
+            "expected",
+            "[272, 128]|int8-row of [272, 128]",
+            "[272, 64]|17408 bytes",
+        ],
     ),
     (
         "more experts a token than there are",

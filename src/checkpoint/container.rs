@@ -183,7 +183,7 @@ impl TensorMap {
                 None => {
                     let names: Vec<_> = fitting.iter().map(|&fit| stamp_name(fit)).collect();
                     let found = format!("{}, which is {}", found(), names.join(" or "));
-                    let expected = format!("{stamp}, as the shard's metadata says");
+                    let expected = format!("{stamp} of [{rows}, {cols}], as the shard's metadata and config.json say");
                     return Err(self.tensor_fault(name, tensor, "format", expected, found));
                 }
             },

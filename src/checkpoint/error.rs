@@ -333,7 +333,7 @@ impl CheckpointError {
             }
             CheckpointError::TensorMissing { .. } => "a shard is missing, or config.json belongs to another model",
             CheckpointError::Tensor { what: "format", .. } => {
-                "the map colibri.fmt in the shard's metadata and the tensor's sizes contradict each other: fetch or make the shard again, or take the entry out if the sizes are right"
+                "config.json, the map colibri.fmt in the shard's metadata and the tensor's sizes do not agree: fetch config.json and the shard again, or take the entry out of the map if the sizes are right"
             }
             CheckpointError::Tensor { .. } => {
                 "config.json and shards belong to different models, or the shard is damaged"
