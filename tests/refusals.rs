@@ -259,13 +259,19 @@ fn run(home: &Path, model: &Path, prompt: &[&str]) -> Output {
 
 /// Details of what `doctor` fails.
 fn failed(home: &Path, model: &Path) -> String {
+    let (code, details) = unwell(home, model);
+    assert_eq!(code, i32::from(!details.is_empty()), "{details}");
+    details
+}
+
+/// The exit code of `doctor`, and details of what it fails.
+fn unwell(home: &Path, model: &Path) -> (i32, String) {
     let output = program(home).args(["doctor", "--json", "-m"]).arg(model).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     let checks = report["checks"].as_array().unwrap().iter().filter(|check| check["status"] == "fail");
     let details: Vec<&str> = checks.map(|check| check["detail"].as_str().unwrap()).collect();
-    let bad = !details.is_empty();
-    assert_eq!((output.status.code(), &report["result"] == "fail"), (Some(i32::from(bad)), bad), "{report}");
-    details.join("\n")
+    assert_eq!(&report["result"] == "fail", !details.is_empty(), "{report}");
+    (output.status.code().unwrap(), details.join("\n"))
 }
 
 #[test]
@@ -297,13 +303,14 @@ fn whatever_is_wrong_is_refused_by_name_before_the_first_token_and_doctor_fails_
 }
 
 #[test]
-fn a_directory_that_is_not_there_is_refused_by_both() {
+fn a_directory_that_is_not_there_is_a_usage_error_of_both() {
     let home = tempfile::tempdir().unwrap();
     let nowhere = home.path().join("nowhere");
     let refused = run(home.path(), &nowhere, &["-p", "x"]);
     assert_eq!((refused.status.code(), stdout(&refused)), (Some(2), ""));
     assert!(stderr(&refused).contains("nowhere does not exist"));
-    assert!(failed(home.path(), &nowhere).contains("nowhere does not exist"));
+    let (code, failed) = unwell(home.path(), &nowhere);
+    assert!(code == 2 && failed.contains("nowhere does not exist"), "{code}: {failed}");
 }
 
 #[test]

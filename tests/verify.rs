@@ -662,7 +662,7 @@ fn too_little_memory_and_bad_settings_fail() {
     assert_eq!(status(&with("MILLSTREAM_RAM", "lots"), "settings").0, "fail");
     assert_eq!(status(&with("MILLSTREAM_MODEL", "/nope"), "directory").0, "ok", "the flag wins");
     let missing = millstream(&["doctor", "-m", "/no/such/dir"]);
-    assert_eq!(missing.status.code(), Some(1));
+    assert_eq!(missing.status.code(), Some(2));
     assert!(text(&missing.stdout).contains("/no/such/dir does not exist"));
 }
 

@@ -50,6 +50,8 @@ pub enum Done {
     PipeClosed,
     /// It was asked whether all is well, and the answer, which was shown, is no.
     Unwell,
+    /// It was asked for in a way that cannot work; why, was shown.
+    Misused,
 }
 
 /// Why a command failed, as it is shown.
@@ -73,7 +75,7 @@ impl Failure {
 
     /// The request cannot work: exit code 2.
     pub fn usage(error: impl Into<String>) -> Failure {
-        Failure { error: error.into(), cause: None, hint: None, code: 2 }
+        Failure { error: error.into(), cause: None, hint: None, code: EXIT_USAGE }
     }
 
     /// The work failed because of `error`; its sources become the cause.
@@ -115,6 +117,8 @@ impl Failure {
     }
 }
 
+/// Exit code of a request that cannot work.
+const EXIT_USAGE: u8 = 2;
 /// Exit code of a program that the user interrupted, as shells count it: 128 + SIGINT.
 const EXIT_INTERRUPTED: u8 = 130;
 /// Exit code of a program whose reader went away, as shells count it: 128 + SIGPIPE.
@@ -152,6 +156,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     match result {
         Ok(Done::Whole) => ExitCode::SUCCESS,
         Ok(Done::Unwell) => ExitCode::FAILURE,
+        Ok(Done::Misused) => ExitCode::from(EXIT_USAGE),
         Ok(Done::Interrupted) => ExitCode::from(EXIT_INTERRUPTED),
         Ok(Done::PipeClosed) => ExitCode::from(EXIT_PIPE),
         Err(failure) => {

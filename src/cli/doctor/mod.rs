@@ -16,7 +16,7 @@ use super::args::{DoctorArgs, RunArgs, plain_run};
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::tuning::{self, Lookup};
-use super::{Done, Failure, bundled};
+use super::{Done, EXIT_USAGE, Failure, bundled};
 pub use host::try_ring;
 
 /// How a check ended.
@@ -53,12 +53,14 @@ struct Check {
 struct Report {
     json: bool,
     checks: Vec<Check>,
+    /// `run` would refuse what was asked for, whatever the model.
+    misused: bool,
     written: std::io::Result<()>,
 }
 
 impl Report {
     fn new(json: bool) -> Report {
-        Report { json, checks: Vec::new(), written: Ok(()) }
+        Report { json, checks: Vec::new(), misused: false, written: Ok(()) }
     }
 
     fn ok(&mut self, id: &'static str, detail: impl Into<String>) {
@@ -79,6 +81,7 @@ impl Report {
 
     /// A failure as `run` would show it.
     fn failure(&mut self, id: &'static str, failure: Failure) {
+        self.misused |= failure.code == EXIT_USAGE;
         let cause = failure.cause.map(|cause| format!(": {cause}")).unwrap_or_default();
         self.fail(id, failure.error + &cause, failure.hint);
     }
@@ -141,7 +144,11 @@ pub fn doctor(args: &DoctorArgs, machine: &Machine) -> Result<Done, Failure> {
         Err(e) => return Err(Failure::work("cannot write the report to standard output").cause(e)),
         Ok(()) => {}
     }
-    Ok(if done == Done::Whole && report.worst() == Status::Fail { Done::Unwell } else { done })
+    Ok(match (done, report.worst()) {
+        (Done::Whole, Status::Fail) if report.misused => Done::Misused,
+        (Done::Whole, Status::Fail) => Done::Unwell,
+        _ => done,
+    })
 }
 
 /// The model's directory and the settings that `run` would have with no other flag; where there are none, the report
