@@ -385,6 +385,35 @@ fn an_ordinary_user_without_a_home_or_a_network_converts_and_runs() {
     assert!(!text(&output.stderr).contains("first use"), "{}", text(&output.stderr));
 }
 
+#[test]
+fn under_a_limit_on_the_address_space_what_doctor_passes_runs() {
+    let own = TempDir::new().unwrap();
+    let model = own.path().join("model");
+    let mut synth = Command::new(env!("CARGO_BIN_EXE_millstream"));
+    // More experts than memory is allowed for them, so that all of it is taken.
+    let made = synth.args(["synth", "-q", "--preset", "small", "--experts", "1024"]).arg(&model).output().unwrap();
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    let within = |megabytes: u64, args: &[&str]| {
+        let limit = libc::rlimit { rlim_cur: megabytes << 20, rlim_max: megabytes << 20 };
+        let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+        command.args(args).arg("-m").arg(&model).env("XDG_STATE_HOME", "/dev/null/nowhere");
+        forget_settings(&mut command);
+        // SAFETY: the limit outlives the call.
+        let output = changed(command, move || check(unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const limit) }));
+        output.unwrap()
+    };
+    let mut passed = Vec::new();
+    for megabytes in [160, 200, 300, 2000] {
+        let doctor = within(megabytes, &["doctor"]);
+        let run = within(megabytes, &["run", "--raw", "-p", "x", "-n", "1"]);
+        let (runs, said) = (run.status.code() == Some(0), text(&run.stderr));
+        assert_eq!(doctor.status.code(), Some(i32::from(!runs)), "{megabytes} MiB: {said}{}", text(&doctor.stdout));
+        passed.extend(runs.then_some(megabytes));
+    }
+    // With many cores little is left of the others.
+    assert!(passed.contains(&2000), "{passed:?}");
+}
+
 /// How often `path` is opened while `work` is done, by whomever.
 fn openings(path: &Path, work: impl FnOnce()) -> usize {
     use std::io::Read;

@@ -329,6 +329,15 @@ fn remedy(enabled: &str) -> &'static str {
     }
 }
 
+/// From now on threads of this process allocate from one heap, where the C library would give each its own.
+pub fn share_heap() {
+    // SAFETY: it sets a number that the allocator reads before it makes another heap.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

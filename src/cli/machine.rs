@@ -16,6 +16,11 @@ pub use kernel::KernelFacts;
 /// Limits at or above this are the kernel's way of saying there is none.
 const UNLIMITED: u64 = 1 << 60;
 
+/// Address space that a thread takes, whatever it uses: its stack, and the heap of the first that wants one.
+const THREAD_SPACE_BYTES: u64 = 4 << 20;
+/// Threads besides those that compute, and arenas that begin and end at whole huge pages.
+const SPACE_BESIDES_BYTES: u64 = 32 << 20;
+
 /// The machine as this process finds it.
 #[derive(Clone, Debug)]
 pub struct Machine {
@@ -50,6 +55,13 @@ pub struct Memory {
     pub limited: bool,
 }
 
+/// Where address space is limited, threads share a heap: by default each maps 64 MiB for its own, which nothing uses.
+pub fn spare_address_space(machine: &Machine) {
+    if address_room(&machine.root, machine.cores).is_some() {
+        millstream_io::share_heap();
+    }
+}
+
 impl Machine {
     /// This machine and this process.
     pub fn here() -> Machine {
@@ -64,7 +76,7 @@ impl Machine {
         let cpu = field(&cpuinfo, "model name").or_else(|| field(&cpuinfo, "Model")).unwrap_or("unknown").to_owned();
         let kernel = read(&root.join("proc/sys/kernel/osrelease")).trim().to_owned();
         let uid = std::fs::metadata(root.join("proc/self")).map_or(0, |meta| meta.uid());
-        Machine { cpu, cores, memory: read_memory(root), kernel, uid, temp, environment, root: root.to_owned() }
+        Machine { cpu, cores, memory: read_memory(root, cores), kernel, uid, temp, environment, root: root.to_owned() }
     }
 
     /// An environment variable; empty counts as absent.
@@ -136,7 +148,7 @@ impl Machine {
     }
 }
 
-fn read_memory(root: &Path) -> Memory {
+fn read_memory(root: &Path, cores: usize) -> Memory {
     let meminfo = read(&root.join("proc/meminfo"));
     let total = kilobytes(&meminfo, "MemTotal").unwrap_or(0);
     let told = kilobytes(&meminfo, "MemAvailable").or_else(|| kilobytes(&meminfo, "MemFree"));
@@ -147,7 +159,7 @@ fn read_memory(root: &Path) -> Memory {
         source: "memory available on the machine".into(),
         limited: false,
     };
-    match [cgroup_room(root), address_room(root)].into_iter().flatten().min() {
+    match [cgroup_room(root), address_room(root, cores)].into_iter().flatten().min() {
         Some((room, source)) if told.is_none_or(|free| room < free) => {
             Memory { available: room, known: true, source, limited: true, ..whole }
         }
@@ -156,13 +168,14 @@ fn read_memory(root: &Path) -> Memory {
 }
 
 /// What the limit on this process's address space leaves of it. Memory that is used is mapped first, so that no more than
-/// this can be had.
-fn address_room(root: &Path) -> Option<(u64, String)> {
+/// this can be had; threads and arenas map more than they use.
+fn address_room(root: &Path, cores: usize) -> Option<(u64, String)> {
     let limits = read(&root.join("proc/self/limits"));
     let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
     let mapped = kilobytes(&read(&root.join("proc/self/status")), "VmSize").unwrap_or(0);
-    Some((limit.saturating_sub(mapped), "limit on the address space (ulimit -v)".to_owned()))
+    let besides = cores as u64 * THREAD_SPACE_BYTES + SPACE_BESIDES_BYTES;
+    Some((limit.saturating_sub(mapped + besides), "limit on the address space (ulimit -v)".to_owned()))
 }
 
 /// The least room any limit on this process's control group, or on one above it, leaves.
@@ -411,12 +424,13 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_on_the_address_space_counts_without_what_is_mapped_already() {
+    fn a_limit_on_the_address_space_counts_without_what_is_mapped_already_and_what_threads_map() {
         let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
                       Max address space         3072000000           unlimited            bytes     \n";
         let status = ("proc/self/status", "VmPeak:\t  400000 kB\nVmSize:\t  250000 kB\n");
         let limited = memory(&[("proc/self/limits", limits), status]);
-        assert_eq!(limited.available, 3_072_000_000 - 256_000_000);
+        // Two cores, and what is mapped besides.
+        assert_eq!(limited.available, 3_072_000_000 - 256_000_000 - (2 * 4 + 32) * 1_048_576);
         assert!(limited.limited && limited.source.contains("ulimit -v"), "{}", limited.source);
         let unlimited = limits.replace("3072000000", "unlimited ");
         assert!(!memory(&[("proc/self/limits", &unlimited), status]).limited);

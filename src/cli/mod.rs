@@ -138,6 +138,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     interrupt::survive_file_limit();
     let machine = machine::Machine::here();
+    machine::spare_address_space(&machine);
     let result = match &args.command {
         args::Command::Run(run_args) => run::run(run_args, &machine),
         args::Command::Convert(convert_args) => convert::convert(convert_args),
