@@ -10,12 +10,14 @@ use millstream_io::{
     SlabPool, Wait, layout, leave, open_device,
 };
 
+use serde_json::json;
+
 use crate::checkpoint::{Checkpoint, ExpertSource};
 use crate::engine::budget::{Budget, TooSmall};
 use crate::engine::{Engine, EngineConfig, EngineError};
 use crate::kernels::{Format, Kernels};
 
-use super::Report;
+use super::{Check, Report, Status};
 use crate::cli::config::RunConfig;
 use crate::cli::machine::Machine;
 use crate::cli::plan::speed;
@@ -174,21 +176,35 @@ pub fn drive(machine: &Machine, checkpoint: &Checkpoint, engine: &EngineConfig, 
     match speed::drive(checkpoint, engine) {
         Ok(measured) => {
             let seconds = token as f64 / (measured.gb_s * 1e9);
+            let class = class(measured.gb_s);
             let detail = format!(
-                "{:.2} GB/s reading {} experts at once: {} for a token that finds none in memory",
+                "{:.2} GB/s reading {} experts at once, as {class} does: {} for a token that finds none in memory",
                 measured.gb_s,
                 checkpoint.arch.moe.top_k,
                 render::seconds(seconds)
             );
-            match (measured.doubt, seconds > SLOW_TOKEN_S) {
-                (Some(doubt), _) => report.skip("disk", format!("{detail}; {doubt}"), None),
-                (None, true) => report.warn("disk", detail, "put the model on an NVMe drive, or give it more memory"),
-                (None, false) => report.ok("disk", detail),
-            }
+            let (status, detail, hint) = match (measured.doubt, seconds > SLOW_TOKEN_S) {
+                (Some(doubt), _) => (Status::Skip, format!("{detail}; {doubt}"), None),
+                (None, true) => (Status::Warn, detail, Some("put the model on an NVMe drive, or give it more memory")),
+                (None, false) => (Status::Ok, detail, None),
+            };
+            let more = vec![("gb_s", json!(size::short(measured.gb_s))), ("class", json!(class))];
+            report.add(Check { id: "disk", status, detail, hint: hint.map(str::to_owned), more });
         }
         Err(why) => report.skip("disk", format!("not measured: {why}"), None),
     }
     placement(machine, checkpoint, report);
+}
+
+/// The kind of drive that reads so fast at best, in GB/s.
+fn class(gb_s: f64) -> &'static str {
+    match gb_s {
+        ..0.3 => "a hard disk or a network",
+        ..0.6 => "a SATA drive",
+        ..3.6 => "an NVMe drive of PCIe 3",
+        ..7.5 => "an NVMe drive of PCIe 4",
+        _ => "an NVMe drive of PCIe 5, or several drives",
+    }
 }
 
 /// How many reads an expert takes, and which drives hold them.
@@ -259,5 +275,18 @@ pub fn try_ring(files: &Arc<FileSet>) -> Result<u64, IoError> {
     match reaped? {
         Some(done) => done.result.map(|()| registered),
         None => Err(IoError::DeviceDied { cause: format!("a read took longer than {} s", TRIAL_WAIT.as_secs()) }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_drive_is_of_the_class_whose_bus_could_carry_what_it_reads() {
+        // Limits of the buses: SATA 0.6 GB/s; four lanes of PCIe 3 3.94, of PCIe 4 7.88, less what packets cost.
+        for (gb_s, bus) in [(0.15, "hard disk"), (0.55, "SATA"), (3.4, "PCIe 3"), (7.0, "PCIe 4"), (12.0, "PCIe 5")] {
+            assert!(class(gb_s).contains(bus), "{gb_s}: {}", class(gb_s));
+        }
     }
 }
