@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use millstream_io::measure::{Witness, is_cached};
 
+use crate::checkpoint::Checkpoint;
 use crate::engine::stats::{Directness, Stats};
 use crate::engine::{Engine, EngineConfig, EngineError, Finish, Job, Outcome};
 
@@ -64,13 +65,7 @@ impl Bench<'_> {
         config: &EngineConfig,
         failure: impl Fn(EngineError) -> Failure,
     ) -> Result<Option<Engine>, Failure> {
-        let checkpoint = bundled::open(self.dir)?;
-        let mut engine = match Engine::open_until(checkpoint, config, &self.stop) {
-            Err(error) if error.is_cancelled() => return Ok(None),
-            opened => opened.map_err(failure)?,
-        };
-        engine.set_watch(hanging::watch_reads(self.stop.clone(), self.quiet));
-        Ok(Some(engine))
+        open(bundled::open(self.dir)?, config, &self.stop, self.quiet).map_err(failure)
     }
 
     /// Does `work`, after the page cache has forgotten the files where that is wanted. Tells what came of it, its
@@ -92,4 +87,19 @@ impl Bench<'_> {
         let cached = is_cached(stats.io.direct != Directness::Direct, resident, moved, stats.io.bytes);
         Ok((result, stats, cached))
     }
+}
+
+/// Loads a model, with an empty cache of experts; `None` where the user stopped it.
+pub fn open(
+    checkpoint: Checkpoint,
+    config: &EngineConfig,
+    stop: &Arc<AtomicBool>,
+    quiet: bool,
+) -> Result<Option<Engine>, EngineError> {
+    let mut engine = match Engine::open_until(checkpoint, config, stop) {
+        Err(error) if error.is_cancelled() => return Ok(None),
+        opened => opened?,
+    };
+    engine.set_watch(hanging::watch_reads(stop.clone(), quiet));
+    Ok(Some(engine))
 }

@@ -15,10 +15,24 @@ pub struct Window {
     pub base_nll: f64,
 }
 
+/// Logits that are no distribution: one is no number or plus infinity, or all are minus infinity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the logits of the {} at position {position} of a window are not finite", if *base { "weights as they are" } else { "container" })]
+pub struct NoDistribution {
+    /// Position in the window.
+    pub position: usize,
+    /// Whether they are of the model that is compared with.
+    pub base: bool,
+}
+
 impl Window {
-    /// Takes in one position: the logits of both, and the token that follows, where one does.
-    pub fn add(&mut self, base: &[f32], other: &[f32], next: Option<u32>) {
+    /// Takes in one position: the logits of both, and the token that follows, where one does. A logit of minus infinity is
+    /// a token that cannot come.
+    pub fn add(&mut self, base: &[f32], other: &[f32], next: Option<u32>) -> Result<(), NoDistribution> {
         let (base_sum, sum) = (log_sum(base), log_sum(other));
+        if let Some(base) = [(base_sum, true), (sum, false)].iter().find(|(sum, _)| !sum.is_finite()).map(|of| of.1) {
+            return Err(NoDistribution { position: self.divergences.len(), base });
+        }
         self.divergences.push(divergence(base, base_sum, other, sum));
         self.same += usize::from(best(base) == best(other));
         if let Some(next) = next {
@@ -26,6 +40,7 @@ impl Window {
             self.nll += sum - f64::from(other[next as usize]);
             self.base_nll += base_sum - f64::from(base[next as usize]);
         }
+        Ok(())
     }
 }
 
@@ -109,11 +124,14 @@ fn log_sum(logits: &[f32]) -> f64 {
     f64::from(most) + logits.iter().map(|&logit| f64::from(logit - most).exp()).sum::<f64>().ln()
 }
 
-/// The sum over all tokens of `p * (ln p - ln q)`, p of `base` and q of `other`.
+/// The sum over all tokens of `p * (ln p - ln q)`, p of `base` and q of `other`. What cannot come by p adds nothing.
 fn divergence(base: &[f32], base_sum: f64, other: &[f32], sum: f64) -> f64 {
     let of = |(&base, &other): (&f32, &f32)| {
         let log_p = f64::from(base) - base_sum;
-        log_p.exp() * (log_p - (f64::from(other) - sum))
+        match log_p.exp() {
+            0.0 => 0.0,
+            p => p * (log_p - (f64::from(other) - sum)),
+        }
     };
     base.iter().zip(other).map(of).sum()
 }
@@ -140,12 +158,12 @@ mod tests {
     fn divergence_and_likelihood_are_those_of_their_definitions() {
         let (p, q) = (logits(&[0.5, 0.25, 0.25], 3.0), logits(&[0.25, 0.5, 0.25], -8.0));
         let mut window = Window::default();
-        window.add(&p, &q, Some(1));
+        window.add(&p, &q, Some(1)).unwrap();
         // 0.5 ln 2 - 0.25 ln 2; the token has a half in one and a quarter in the other.
         assert!(close(window.divergences[0], 0.25 * 2f64.ln()), "{window:?}");
         assert!(close(window.nll, 2f64.ln()) && close(window.base_nll, 4f64.ln()));
         assert_eq!((window.same, window.tokens), (0, 1));
-        window.add(&q, &q, None);
+        window.add(&q, &q, None).unwrap();
         assert!(window.divergences[1].abs() < 1e-12);
         assert_eq!((window.same, window.tokens), (1, 1));
         let quality = Quality::of(&[window]).unwrap();
@@ -153,6 +171,29 @@ mod tests {
         assert!(close(quality.divergence.mean, 0.125 * 2f64.ln()) && quality.divergence.error.is_none());
         assert_eq!(quality.divergence_p99, quality.divergence_largest);
         assert_eq!(Quality::of(&[]), None);
+    }
+
+    #[test]
+    fn a_token_that_cannot_come_adds_nothing_and_what_is_no_number_is_refused_by_its_position() {
+        let (never, nan) = (f32::NEG_INFINITY, f32::NAN);
+        let mut window = Window::default();
+        // Two tokens of a half each against a half and a quarter: 0.5 ln 2, whatever the third is of.
+        window.add(&[0.0, 0.0, never], &logits(&[0.5, 0.25, 0.25], 0.0), None).unwrap();
+        assert!(close(window.divergences[0], 0.5 * 2f64.ln()), "{window:?}");
+        window.add(&[0.0, 0.0, never], &[0.0, 0.0, never], Some(1)).unwrap();
+        assert!(close(window.divergences[1], 0.0) && close(window.nll, 2f64.ln()), "{window:?}");
+        // So unlikely that its chance is nothing in any arithmetic, and impossible to the other.
+        window.add(&[0.0, -2000.0], &[0.0, never], None).unwrap();
+        assert!(close(window.divergences[2], 0.0), "{window:?}");
+        window.add(&[0.0, 0.0], &[0.0, never], None).unwrap();
+        assert_eq!(window.divergences[3], f64::INFINITY, "what can come and the other rules out");
+        let whole = window.clone();
+        for (base, other, of_base) in
+            [([0.0, nan], [0.0, 0.0], true), ([0.0, 0.0], [f32::INFINITY, 0.0], false), ([never; 2], [nan; 2], true)]
+        {
+            assert_eq!(window.add(&base, &other, Some(0)), Err(NoDistribution { position: 4, base: of_base }));
+        }
+        assert_eq!(window, whole);
     }
 
     #[test]

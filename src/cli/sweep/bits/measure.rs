@@ -16,10 +16,13 @@ use super::arms::Arm;
 use super::scratch::Scratch;
 use super::{Base, bundled, job};
 use crate::cli::render::Waiting;
-use crate::cli::{Failure, hanging, render};
+use crate::cli::{Failure, cold, hanging, render};
+
+/// What to do about logits that are not finite.
+const NO_DISTRIBUTION_HINT: &str = "weights or memory are damaged, or values beyond what the arithmetic holds: millstream doctor --deep reads the whole model";
 
 /// What every arm is measured with.
-pub struct Bench<'a> {
+pub struct Study<'a> {
     pub source: &'a Checkpoint,
     pub windows: &'a [Vec<u32>],
     pub engine: EngineConfig,
@@ -30,16 +33,16 @@ pub struct Bench<'a> {
 }
 
 /// Measures every arm that can be made; whether the user stopped it comes last.
-pub fn measure(bench: &Bench, mut arms: Vec<Arm>) -> Result<(Base, Vec<Arm>, bool), Failure> {
-    let waiting = Waiting::begin("scoring the weights as they are", bench.quiet);
-    let logits = bench.scratch.path("logits");
-    let mut base = bench.describe()?;
-    let Some(resident_bytes) = bench.keep_logits(&logits)? else { return Ok((base, arms, true)) };
+pub fn measure(study: &Study, mut arms: Vec<Arm>) -> Result<(Base, Vec<Arm>, bool), Failure> {
+    let waiting = Waiting::begin("scoring the weights as they are", study.quiet);
+    let logits = study.scratch.path("logits");
+    let mut base = study.describe()?;
+    let Some(resident_bytes) = study.keep_logits(&logits)? else { return Ok((base, arms, true)) };
     base.resident_bytes = resident_bytes;
     let count = arms.len();
     for (number, arm) in arms.iter_mut().enumerate().filter(|(_, arm)| arm.failed.is_none()) {
         waiting.say(format!("precision {} of {count}, {}", number + 1, arm.precision));
-        match bench.arm(arm, &logits) {
+        match study.arm(arm, &logits) {
             Ok(Some(windows)) => {
                 let nll: f64 = windows.iter().map(|window| window.base_nll).sum();
                 let tokens: usize = windows.iter().map(|window| window.tokens).sum();
@@ -53,7 +56,7 @@ pub fn measure(bench: &Bench, mut arms: Vec<Arm>) -> Result<(Base, Vec<Arm>, boo
     Ok((base, arms, false))
 }
 
-impl Bench<'_> {
+impl Study<'_> {
     fn describe(&self) -> Result<Base, Failure> {
         let census = Census::take(self.source).map_err(|e| Failure::of(&e).hint(e.hint()))?;
         Ok(Base {
@@ -70,7 +73,7 @@ impl Bench<'_> {
     fn keep_logits(&self, path: &Path) -> Result<Option<u64>, Failure> {
         let cannot = |e: std::io::Error| Failure::work(format!("cannot write {}", path.display())).cause(e);
         let mut file = BufWriter::with_capacity(1 << 20, File::create(path).map_err(cannot)?);
-        let mut engine = self.open(bundled::open(&self.source.dir)?)?;
+        let Some(mut engine) = self.open(bundled::open(&self.source.dir)?)? else { return Ok(None) };
         let mut written = Ok(());
         for window in self.windows {
             let mut take = |logits: &[f32]| {
@@ -112,16 +115,15 @@ impl Bench<'_> {
         let mut base = Rows::open(logits, self.source.arch.vocab).map_err(cannot)?;
         let checkpoint = bundled::open(dir)?;
         arm.expert_bytes = expert_bytes(&checkpoint);
-        let mut engine = self.open(checkpoint)?;
+        let Some(mut engine) = self.open(checkpoint)? else { return Ok(None) };
         arm.resident_bytes = engine.budget().resident;
         let mut windows = Vec::with_capacity(self.windows.len());
         for ids in self.windows {
-            let (mut window, mut position, mut read) = (Window::default(), 0, Ok(()));
+            let (mut window, mut position, mut read) = (Window::default(), 0, Ok(Ok(())));
             let mut take = |logits: &[f32]| {
                 for row in logits.chunks_exact(self.source.arch.vocab) {
-                    match base.next() {
-                        Ok(base) => window.add(base, row, ids.get(position + 1).copied()),
-                        Err(error) => read = Err(error),
+                    if let Ok(Ok(())) = read {
+                        read = base.next().map(|base| window.add(base, row, ids.get(position + 1).copied()));
                     }
                     position += 1;
                 }
@@ -130,17 +132,15 @@ impl Bench<'_> {
                 hanging::leave(engine, self.quiet);
                 return Ok(None);
             }
-            read.map_err(cannot)?;
+            read.map_err(cannot)?.map_err(|error| Failure::of(&error).hint(NO_DISTRIBUTION_HINT))?;
             windows.push(window);
         }
         engine.warnings().iter().for_each(|line| render::note(self.quiet && !engine.warns_of_damage(), line));
         Ok(Some(windows))
     }
 
-    fn open(&self, checkpoint: Checkpoint) -> Result<Engine, Failure> {
-        let mut engine = Engine::open(checkpoint, &self.engine).map_err(job::engine_failure)?;
-        engine.set_watch(hanging::watch_reads(self.stop.clone(), self.quiet));
-        Ok(engine)
+    fn open(&self, checkpoint: Checkpoint) -> Result<Option<Engine>, Failure> {
+        cold::open(checkpoint, &self.engine, &self.stop, self.quiet).map_err(job::engine_failure)
     }
 }
 
@@ -171,5 +171,23 @@ impl Rows {
         self.row.clear();
         self.row.extend(self.bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)));
         Ok(&self.row)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    #[test]
+    fn a_model_is_not_loaded_once_the_user_stopped_it() {
+        let below = tempfile::tempdir().unwrap();
+        let scratch = Scratch::make(below.path(), fs::metadata(below.path()).unwrap().uid()).unwrap();
+        let open = || Checkpoint::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-olmoe")).unwrap();
+        let (source, engine) = (open(), EngineConfig::new(1 << 30));
+        let stop = Arc::new(AtomicBool::new(true));
+        let study = Study { source: &source, windows: &[vec![1, 2]], engine, scratch: &scratch, stop, quiet: true };
+        assert!(study.open(open()).unwrap().is_none());
+        assert_eq!(study.keep_logits(&scratch.path("logits")).unwrap(), None);
     }
 }
