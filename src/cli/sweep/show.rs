@@ -72,8 +72,13 @@ pub fn rates(report: &Report) -> Vec<Option<f64>> {
     report.arms.iter().map(|arm| arm.median(|sample| sample.decode_tok_s)).collect()
 }
 
-/// Which value is enough, in words; none where fewer than two can be compared.
+/// Which value is enough, in words, or why that is not known; none where fewer than two can be compared.
 pub fn conclusion(report: &Report) -> Option<String> {
+    if report.measured.interrupted {
+        let done: usize = report.arms.iter().map(|arm| arm.samples.len()).sum();
+        let all = report.rounds * report.arms.len();
+        return Some(format!("interrupted after {done} of {all} generations: nothing follows from these"));
+    }
     let rates = rates(report);
     if rates.iter().flatten().count() < 2 {
         return None;
@@ -101,7 +106,7 @@ fn is_by_chance(report: &Report, index: usize) -> bool {
 /// The object, with a newline.
 pub fn json(report: &Report) -> String {
     let first = &report.measured.first;
-    let enough = range::enough(&rates(report));
+    let enough = if report.measured.interrupted { None } else { range::enough(&rates(report)) };
     // Of the first generation; the one that is varied stands with its values.
     let mut settings = first.settings.clone();
     settings.shift_remove(report.knob.name());

@@ -20,9 +20,9 @@ use crate::cli::args::{self, ModelArgs, Ram, RunArgs};
 use crate::cli::config::{self, ModelChoice};
 use crate::cli::machine::Machine;
 use crate::cli::usage::UsageChoice;
-use crate::cli::{Done, Failure, bundled, interrupt, job, output, prompt, size};
+use crate::cli::{Done, Failure, bundled, interrupt, job, output, prompt, render, size};
 use arms::{Arm, Group, Precision};
-use measure::Bench;
+use measure::Study;
 use scratch::Scratch;
 
 /// Tokens of a window where the model has no fewer.
@@ -40,7 +40,8 @@ Examples:
   millstream sweep bits /models/OLMoE-1B-7B --text mine.txt --experts 8,4 --dense 8,4 --group row,64
 
 The model is an unquantized checkpoint. Each container lies in a directory of its own below --dir while it is measured, \
-one at a time, beside the logits of the unquantized weights: both are removed, also after Ctrl-C. Divergence is \
+one at a time, beside the logits of the unquantized weights: both are removed, also after Ctrl-C, and what a killed \
+sweep left, by the next. Divergence is \
 Kullback-Leibler: the sum over the vocabulary of p ln(p/q), p with the weights as they are, q with those of the \
 container, in nats, averaged over all positions of all windows.")]
 pub struct BitsArgs {
@@ -106,6 +107,13 @@ struct Report {
     interrupted: bool,
 }
 
+impl Report {
+    /// How many precisions were measured.
+    fn measured(&self) -> usize {
+        self.arms.iter().filter(|arm| arm.quality.is_some()).count()
+    }
+}
+
 /// The model as it came.
 #[derive(Default)]
 struct Base {
@@ -143,23 +151,17 @@ pub fn bits(args: &BitsArgs, machine: &Machine) -> Result<Done, Failure> {
     let arms = plan(&source, precisions)?;
     let below = args.below.as_deref().unwrap_or(&machine.temp);
     let positions: usize = windows.iter().map(Vec::len).sum();
+    let stop = interrupt::watch()?;
     let scratch = Scratch::make(below, machine.uid)?;
     check_space(&source, &arms, positions, below)?;
-    let bench = Bench {
-        source: &source,
-        windows: &windows,
-        engine,
-        scratch: &scratch,
-        stop: interrupt::watch()?,
-        quiet: args.quiet,
-    };
-    let (base, arms, interrupted) = measure::measure(&bench, arms)?;
+    let study = Study { source: &source, windows: &windows, engine, scratch: &scratch, stop, quiet: args.quiet };
+    let (base, arms, interrupted) = measure::measure(&study, arms)?;
     let report = Report {
         dir: source.dir.clone(),
         text,
         windows: windows.len(),
         window: longest,
-        activations: bench.engine.activations,
+        activations: study.engine.activations,
         base,
         arms,
         interrupted,
@@ -169,7 +171,11 @@ pub fn bits(args: &BitsArgs, machine: &Machine) -> Result<Done, Failure> {
 
 /// Prints and draws; fails where nothing could be measured.
 fn tell(args: &BitsArgs, report: &Report) -> Result<Done, Failure> {
-    if report.arms.iter().all(|arm| arm.quality.is_none())
+    if report.interrupted && report.measured() == 0 {
+        render::stderr("interrupted before the first precision was measured\n");
+        return Ok(Done::Interrupted);
+    }
+    if report.measured() == 0
         && let Some(failure) = report.arms.iter().find_map(|arm| arm.failed.clone())
     {
         return Err(failure);

@@ -11,7 +11,9 @@ use std::time::Duration;
 use crate::cli::{Failure, render};
 
 const PREFIX: &str = "millstream-bits-";
-/// A directory younger than this may be one that is about to be locked.
+/// Begins the name of a directory until it is locked.
+const NEW_PREFIX: &str = "millstream-new-bits-";
+/// A directory that is not locked and younger than this may be one that is about to be.
 const YOUNG: Duration = Duration::from_secs(60);
 
 /// A directory that is removed with all that is in it.
@@ -24,20 +26,20 @@ pub struct Scratch {
 impl Scratch {
     pub fn make(below: &Path, uid: u32) -> Result<Scratch, Failure> {
         clear_abandoned(below, uid);
-        // In a container every process has the same id, and what one that was killed left may be too young to go.
+        // In a container every process has the same id.
         let random = RandomState::new().hash_one(std::process::id());
-        let dir = below.join(format!("{PREFIX}{random:016x}"));
+        let [new, dir] = [NEW_PREFIX, PREFIX].map(|prefix| below.join(format!("{prefix}{random:016x}")));
         let cannot = |e: std::io::Error| {
             Failure::work(format!("cannot make a directory in {}", below.display()))
                 .cause(e)
                 .hint("name a directory that can be written with --dir")
         };
-        DirBuilder::new().mode(0o700).create(&dir).map_err(cannot)?;
-        let locked = File::open(&dir).and_then(|file| file.lock().map(|()| file));
-        match locked {
+        DirBuilder::new().mode(0o700).create(&new).map_err(cannot)?;
+        let locked = File::open(&new).and_then(|file| file.lock().map(|()| file));
+        match locked.and_then(|locked| fs::rename(&new, &dir).map(|()| locked)) {
             Ok(locked) => Ok(Scratch { dir, _locked: locked }),
             Err(e) => {
-                let _ = fs::remove_dir(&dir);
+                let _ = fs::remove_dir(&new);
                 Err(cannot(e))
             }
         }
@@ -60,12 +62,11 @@ impl Drop for Scratch {
 fn clear_abandoned(below: &Path, uid: u32) {
     for entry in fs::read_dir(below).into_iter().flatten().flatten() {
         let Ok(meta) = entry.path().symlink_metadata() else { continue };
-        let old = meta.modified().ok().and_then(|time| time.elapsed().ok()).is_some_and(|age| age > YOUNG);
-        let named = entry.file_name().to_string_lossy().starts_with(PREFIX);
-        if named
+        let old = || meta.modified().ok().and_then(|time| time.elapsed().ok()).is_some_and(|age| age > YOUNG);
+        let begins = |prefix| entry.file_name().to_string_lossy().starts_with(prefix);
+        if (begins(PREFIX) || begins(NEW_PREFIX) && old())
             && meta.is_dir()
             && meta.uid() == uid
-            && old
             && File::open(entry.path()).is_ok_and(|dir| dir.try_lock().is_ok())
         {
             let _ = fs::remove_dir_all(entry.path());
@@ -89,25 +90,27 @@ mod tests {
             file.set_modified(std::time::SystemTime::now() - Duration::from_secs(age)).unwrap();
             (dir, file)
         };
-        let (dead, _) = made("millstream-bits-1", 120);
-        let (young, _) = made("millstream-bits-2", 10);
+        let (dead, _) = made("millstream-bits-1", 0);
+        let (unborn, _) = made("millstream-new-bits-1", 120);
+        let (young, _) = made("millstream-new-bits-2", 10);
         let (other, _) = made("somebody", 120);
         let (living, lock) = made("millstream-bits-3", 120);
         lock.lock().unwrap();
         clear_abandoned(below.path(), uid + 1);
         assert!(dead.exists(), "another user's");
         let scratch = Scratch::make(below.path(), uid).unwrap();
-        assert!(!dead.exists() && young.exists() && other.exists() && living.exists());
+        assert!(!dead.exists() && !unborn.exists() && young.exists() && other.exists() && living.exists());
         fs::write(scratch.path("logits"), b"x").unwrap();
         drop(scratch);
         assert_eq!(fs::read_dir(below.path()).unwrap().count(), 3);
     }
 
     #[test]
-    fn what_a_process_of_the_same_id_left_is_in_nobodys_way() {
+    fn two_of_one_process_are_in_nobodys_way() {
         let below = tempfile::tempdir().unwrap();
         let uid = fs::metadata(below.path()).unwrap().uid();
-        let _killed = Scratch::make(below.path(), uid).unwrap();
+        let first = Scratch::make(below.path(), uid).unwrap();
         Scratch::make(below.path(), uid).unwrap();
+        assert!(first.dir.exists());
     }
 }
