@@ -91,6 +91,34 @@ fn what_is_in_memory_tells_cold_from_warm() {
 }
 
 #[test]
+fn prompt_and_answer_of_a_replay_have_hits_and_bytes_of_their_own() {
+    // The answer repeats the prompt's tokens, whose experts are in memory by then, all but where routing differs.
+    let (_dir, ids) = ids_file("[17, 17, 17, 17, 17, 17, 17, 17]");
+    let flags = ["--replay", &ids, "--prompt-tokens", "4", "--cold", "-r", "1", "--prefetch", "off", "--json"];
+    let report = json(&done(bench(&flags)));
+    let [prompt, answer] = [0, 1].map(|at| &report["tests"][at]);
+    let of = |test: &Value, name: &str| test[name].as_f64().unwrap();
+    assert!(of(prompt, "hit_rate") < of(answer, "hit_rate"), "{report}");
+    assert!(of(prompt, "bytes_per_token") > of(answer, "bytes_per_token"), "{report}");
+    assert_eq!((&prompt["efficiency"], &report["machine"]["kernels"]), (&Value::Null, &kernels()), "{report}");
+}
+
+/// What `run` calls the kernels of this machine.
+fn kernels() -> Value {
+    let home = TempDir::new().unwrap();
+    let run = ["run", "-q", "--raw", "-p", "x", "-n", "1", "--json", "-m", TINY];
+    let output = done(program(home.path()).args(run).output().unwrap());
+    json(&output)["machine"]["kernels"].clone()
+}
+
+#[test]
+fn with_too_little_memory_shorter_tests_are_the_way_out_and_not_a_flag_that_is_not_there() {
+    let output = bench(&["--ram", "1M"]);
+    refused(&output, 1, &["the smallest --ram that works is", "shorter tests (-p, -n, -d)"]);
+    assert!(!program::stderr(&output).contains("(-c)"), "{}", program::stderr(&output));
+}
+
+#[test]
 fn tables_have_a_row_a_rate() {
     let text = done(bench(&["-p", "8", "-n", "2", "-r", "1"]));
     let rows: Vec<&str> = stdout(&text).lines().filter(|line| line.starts_with("| tiny-glm-moe-dsa")).collect();
@@ -100,6 +128,10 @@ fn tables_have_a_row_a_rate() {
     let text = done(bench(&["-p", "8", "-n", "2", "-r", "1", "-o", "csv"]));
     let fields: Vec<usize> = stdout(&text).lines().map(|line| line.split(',').count()).collect();
     assert_eq!(fields, [14; 3]);
+    let text = done(bench(&["-p", "8", "-n", "2", "-r", "1", "-o", "sql"]));
+    let statements: Vec<&str> = stdout(&text).lines().filter(|line| line.contains("millstream_bench")).collect();
+    assert!(statements[0].starts_with("CREATE TABLE IF NOT EXISTS") && statements.len() == 3, "{statements:?}");
+    assert!(statements[2].starts_with("INSERT INTO") && statements[2].contains("'tg2', 2, 0, 0, "), "{statements:?}");
     let text = done(bench(&["-p", "8", "-n", "2", "-r", "1", "-o", "jsonl"]));
     let names: Vec<Value> =
         stdout(&text).lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["name"].clone()).collect();
@@ -127,7 +159,7 @@ fn what_cannot_be_measured_is_refused_before_anything_is() {
         (&["--replay", &object, "--prompt-tokens", "1"], &["JSON list of token ids"]),
         (&["--replay", "/nowhere/ids.json", "--prompt-tokens", "1"], &["/nowhere/ids.json", "No such file"]),
         (&["--replay", &ids, "--prompt-tokens", "1", "-p", "8"], &["--replay"]),
-        (&["-o", "xml"], &["md, csv, json, jsonl"]),
+        (&["-o", "xml"], &["md, csv, json, jsonl, sql"]),
     ] {
         refused(&bench(flags), 2, words);
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::overlap::Readings;
 use super::sampler::Sampling;
+use super::stats::Fetched;
 use super::{Engine, EngineError};
 use crate::forward::{self, ForwardError, KvCache, Logits, Observed, Observer, Step};
 use crate::meter::Stage;
@@ -47,7 +48,7 @@ pub struct Outcome {
 }
 
 /// Clock readings and counts of the last generation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Times {
     pub(super) prompt_tokens: usize,
     pub(super) tokens: usize,
@@ -58,6 +59,8 @@ pub(super) struct Times {
     pub(super) first_token: Option<Duration>,
     /// When the prompt was done.
     pub(super) before_decode: Readings,
+    /// What the prompt fetched.
+    pub(super) of_prefill: Fetched,
 }
 
 impl Engine {
@@ -132,11 +135,13 @@ impl Engine {
         self.check_ids(tokens)?;
         self.begin(tokens.len());
         let form = self.prompt_form;
-        for chunk in tokens.chunks(self.prefill_rows) {
+        let result = tokens.chunks(self.prefill_rows).try_for_each(|chunk| {
             self.observed_step(&Step { tokens: chunk, form, logits: Logits::All, cancel }, observer)?;
             take(self.state.logits());
-        }
-        self.end_reads()
+            Ok(())
+        });
+        // Guesses of a text that was not scored to its end are not held until the next one begins.
+        self.end_reads().and(result)
     }
 
     /// Shows `observer` what the router chooses for `tokens`, from an empty context, as it would if each were decoded.
@@ -217,6 +222,7 @@ impl Engine {
         }
         self.times.prefill = Some(self.meter.wall());
         self.times.before_decode = self.readings();
+        self.times.of_prefill = self.fetched();
         Ok(())
     }
 

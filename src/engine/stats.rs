@@ -62,6 +62,8 @@ pub struct Stats {
     pub overlap: Option<OverlapStats>,
     /// Where experts came from.
     pub experts: ExpertStats,
+    /// What the prompt had of both; the rest was of the answer.
+    pub prefill: Fetched,
     /// What memory is used for.
     pub memory: MemoryStats,
     /// What bound the decode; none where nothing was decoded.
@@ -273,6 +275,50 @@ pub struct ExpertStats {
     pub verify_s: f64,
 }
 
+/// Experts asked for and bytes read by a part of a generation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Fetched {
+    /// Experts asked for by layers.
+    pub requested: u64,
+    /// Of those, waited for while they were read.
+    pub missed: u64,
+    /// Bytes read, those of reads that ended in it.
+    pub bytes: u64,
+    /// Time with at least one read in flight.
+    pub busy_s: f64,
+}
+
+impl Fetched {
+    /// Share of the experts that was found in memory; none where none was asked for.
+    pub fn hit_rate(&self) -> Option<f64> {
+        (self.requested > 0).then(|| (self.requested - self.missed) as f64 / self.requested as f64)
+    }
+
+    /// Bytes read per second of `busy_s`, in 1e9 bytes; none where nothing was read.
+    pub fn gb_s(&self) -> Option<f64> {
+        (self.busy_s > 0.0).then(|| self.bytes as f64 / 1e9 / self.busy_s)
+    }
+}
+
+impl Stats {
+    /// What prompt and answer fetched together.
+    pub fn whole(&self) -> Fetched {
+        let Stats { experts, io, .. } = self;
+        Fetched { requested: experts.requested, missed: experts.missed, bytes: io.bytes, busy_s: io.busy_s }
+    }
+
+    /// What the answer fetched.
+    pub fn decode(&self) -> Fetched {
+        let (whole, prefill) = (self.whole(), self.prefill);
+        Fetched {
+            requested: whole.requested - prefill.requested,
+            missed: whole.missed - prefill.missed,
+            bytes: whole.bytes - prefill.bytes,
+            busy_s: (whole.busy_s - prefill.busy_s).max(0.0),
+        }
+    }
+}
+
 /// What memory is used for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct MemoryStats {
@@ -358,6 +404,7 @@ impl Engine {
                 discarded: store.discarded,
                 verify_s: store.checking.as_secs_f64(),
             },
+            prefill: times.prefill.map_or_else(|| self.fetched(), |_| times.of_prefill),
             memory: MemoryStats {
                 budget: self.budget.total,
                 program: self.budget.program,
@@ -374,6 +421,12 @@ impl Engine {
         };
         stats.derive();
         stats
+    }
+
+    /// What was fetched since the counters began.
+    pub(super) fn fetched(&self) -> Fetched {
+        let (store, io) = (self.experts.store.stats(), self.experts.store.device_stats());
+        Fetched { requested: store.requested, missed: store.misses, bytes: io.bytes, busy_s: io.busy_ns as f64 / 1e9 }
     }
 
     fn io_stats(&self) -> IoStats {

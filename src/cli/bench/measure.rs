@@ -12,7 +12,7 @@ use crate::cli::job::engine_failure;
 use crate::cli::render::Waiting;
 use crate::cli::{Failure, hanging};
 use crate::engine::stats::Stats;
-use crate::engine::{Engine, Finish, Forced, Observer};
+use crate::engine::{Engine, EngineError, Finish, Forced, Observer};
 
 /// How tests are taken.
 #[derive(Clone, Copy, Debug)]
@@ -149,7 +149,7 @@ impl Measure<'_> {
     fn once(&self, engine: &mut Option<Engine>, test: &Test) -> Result<Option<Sample>, Failure> {
         let engine = match engine {
             Some(engine) => engine,
-            None => match self.bench.open(&self.config.engine(self.context), engine_failure)? {
+            None => match self.bench.open(&self.config.engine(self.context), failure)? {
                 Some(opened) => engine.insert(opened),
                 None => return Ok(None),
             },
@@ -160,8 +160,23 @@ impl Measure<'_> {
         let mut routing = Routing::new(engine);
         let stop: &Arc<AtomicBool> = &self.bench.stop;
         let work = |engine: &mut Engine| engine.force(&forced, stop, &mut routing);
-        let (finish, stats, cached) = self.bench.observe(engine, self.how.cold, work).map_err(engine_failure)?;
+        let (finish, stats, cached) = self.bench.observe(engine, self.how.cold, work).map_err(failure)?;
         Ok((finish != Finish::Interrupted).then_some(Sample { stats, cached, routing: routing.digest }))
+    }
+}
+
+/// A failure of the engine. The context follows from the tests; there is no flag for it.
+fn failure(error: EngineError) -> Failure {
+    let shorter = match &error {
+        EngineError::TooSmall(small) => {
+            Some(format!("the smallest --ram that works is {}; shorter tests (-p, -n, -d) need less", small.typed()))
+        }
+        _ => None,
+    };
+    let failure = engine_failure(error);
+    match shorter {
+        Some(hint) => failure.hint(hint),
+        None => failure,
     }
 }
 

@@ -74,7 +74,7 @@ pub struct BenchArgs {
     /// Time the first time too
     #[arg(long)]
     no_warmup: bool,
-    /// What is printed: md, csv, json or jsonl [default: md]
+    /// What is printed: md, csv, json, jsonl or sql [default: md]
     #[arg(short, long, value_name = "FORMAT", value_parser = |text: &str| show::OUTPUT.parse(text))]
     output: Option<show::Output>,
     /// The same as -o json

@@ -6,7 +6,7 @@ use millstream_io::measure::median;
 use serde_json::{Value, json};
 
 use super::measure::{Taken, Went};
-use super::work::Rate;
+use super::work::{Part, Rate};
 use super::{Model, Report};
 use crate::cli::args::Choices;
 use crate::cli::size::{self, short};
@@ -24,17 +24,25 @@ pub enum Output {
     Json,
     /// One JSON object a rate and line.
     Jsonl,
+    /// Statements that make a table and fill it.
+    Sql,
 }
 
 /// `-o`.
-pub const OUTPUT: Choices<Output> =
-    Choices(&[("md", Output::Md), ("csv", Output::Csv), ("json", Output::Json), ("jsonl", Output::Jsonl)]);
+pub const OUTPUT: Choices<Output> = Choices(&[
+    ("md", Output::Md),
+    ("csv", Output::Csv),
+    ("json", Output::Json),
+    ("jsonl", Output::Jsonl),
+    ("sql", Output::Sql),
+]);
 
 /// The report.
 pub fn text(report: &Report, output: Output) -> String {
     match output {
         Output::Md => markdown(report),
         Output::Csv => csv(report),
+        Output::Sql => sql(report),
         Output::Json => format!("{:#}\n", object(report)),
         Output::Jsonl => rates(report).map(|(taken, rate)| format!("{}\n", test(report, taken, &rate))).collect(),
     }
@@ -61,10 +69,8 @@ fn markdown(report: &Report) -> String {
     let parameters = self::parameters(parameters);
     for (taken, rate) in rates(report) {
         let (mean, sd) = spread(&taken.rates(&rate));
-        let hits = taken
-            .median(|stats| stats.experts.hit_rate)
-            .map_or("-".to_owned(), |rate| format!("{:.1} %", 100.0 * rate));
-        let read = size::show(bytes_per_token(taken) as u64);
+        let hits = hit_rate(taken, &rate).map_or("-".to_owned(), |rate| format!("{:.1} %", 100.0 * rate));
+        let read = size::show(bytes_per_token(taken, &rate) as u64);
         let (model, backend, name) = (name(report), backend(taken), rate.named(" @ "));
         let threads = report.config.threads;
         let _ = writeln!(
@@ -99,34 +105,86 @@ fn conditions(report: &Report) -> String {
     line
 }
 
-fn csv(report: &Report) -> String {
-    let mut text = String::from(
-        "model,size_bytes,parameters,backend,threads,test,tokens,depth,cold,tok_s_mean,tok_s_sd,tok_s_median,hit_rate,bytes_per_token\n",
-    );
-    for (taken, rate) in rates(report) {
+/// Columns of a flat table: name and type, as SQL has them.
+const COLUMNS: [(&str, &str); 14] = [
+    ("model", "TEXT"),
+    ("size_bytes", "INTEGER"),
+    ("parameters", "INTEGER"),
+    ("backend", "TEXT"),
+    ("threads", "INTEGER"),
+    ("test", "TEXT"),
+    ("tokens", "INTEGER"),
+    ("depth", "INTEGER"),
+    ("cold", "INTEGER"),
+    ("tok_s_mean", "REAL"),
+    ("tok_s_sd", "REAL"),
+    ("tok_s_median", "REAL"),
+    ("hit_rate", "REAL"),
+    ("bytes_per_token", "REAL"),
+];
+
+/// A row a rate; null is what was not measured.
+fn flat<'a>(report: &'a Report) -> impl Iterator<Item = [Value; COLUMNS.len()]> + 'a {
+    rates(report).map(|(taken, rate)| {
         let samples = taken.rates(&rate);
         let (mean, sd) = spread(&samples);
-        let middle = median(&samples).unwrap_or(mean);
-        let hits = taken.median(|stats| stats.experts.hit_rate).map_or(String::new(), |rate| short(rate).to_string());
-        let _ = writeln!(
-            text,
-            "\"{}\",{},{},{},{},{},{},{},{},{},{},{},{hits},{:.0}",
-            name(report).replace('"', "\"\""),
-            report.model.bytes,
-            report.model.parameters,
-            backend(taken),
-            report.config.threads,
-            rate.name,
-            rate.tokens,
-            rate.depth,
-            report.how.cold,
-            short(mean),
-            short(sd),
-            short(middle),
-            bytes_per_token(taken)
-        );
+        [
+            json!(name(report)),
+            json!(report.model.bytes),
+            json!(report.model.parameters),
+            json!(backend(taken)),
+            json!(report.config.threads),
+            json!(rate.name),
+            json!(rate.tokens),
+            json!(rate.depth),
+            json!(report.how.cold),
+            json!(short(mean)),
+            json!(short(sd)),
+            json!(short(median(&samples).unwrap_or(mean))),
+            json!(hit_rate(taken, &rate).map(short)),
+            json!(bytes_per_token(taken, &rate).round()),
+        ]
+    })
+}
+
+fn csv(report: &Report) -> String {
+    let mut text = COLUMNS.map(|(name, _)| name).join(",") + "\n";
+    for row in flat(report) {
+        text += &(row.map(|value| csv_field(&value)).join(",") + "\n");
     }
     text
+}
+
+/// As RFC 4180 has it: text in quotes, a quote in it doubled.
+fn csv_field(value: &Value) -> String {
+    match value {
+        Value::String(text) => format!("\"{}\"", text.replace('"', "\"\"")),
+        Value::Null => String::new(),
+        other => other.to_string(),
+    }
+}
+
+/// Statements for the shell of a database, as llama-bench has them.
+fn sql(report: &Report) -> String {
+    const TABLE: &str = "millstream_bench";
+    let columns = COLUMNS.map(|(name, kind)| format!("  {name} {kind}")).join(",\n");
+    let mut text = format!("CREATE TABLE IF NOT EXISTS {TABLE} (\n{columns}\n);\n\n");
+    let names = COLUMNS.map(|(name, _)| name).join(", ");
+    for row in flat(report) {
+        let values = row.map(|value| sql_value(&value)).join(", ");
+        let _ = writeln!(text, "INSERT INTO {TABLE} ({names}) VALUES ({values});");
+    }
+    text
+}
+
+/// A literal: a quote in a text doubled, and what is true 1.
+fn sql_value(value: &Value) -> String {
+    match value {
+        Value::String(text) => format!("'{}'", text.replace('\'', "''")),
+        Value::Null => "NULL".to_owned(),
+        Value::Bool(yes) => u8::from(*yes).to_string(),
+        other => other.to_string(),
+    }
 }
 
 fn object(report: &Report) -> Value {
@@ -142,7 +200,7 @@ fn object(report: &Report) -> Value {
         "version": env!("CARGO_PKG_VERSION"),
         "machine": {
             "cpu": machine.cpu,
-            "kernels": report.taken.first().map(backend),
+            "kernels": report.taken.first().map(kernels),
             "ram": machine.memory.total,
             "kernel": machine.kernel,
             "fs": machine.file_system(&model.dir),
@@ -167,6 +225,11 @@ fn object(report: &Report) -> Value {
 fn test(report: &Report, taken: &Taken, rate: &Rate) -> Value {
     let samples = taken.rates(rate);
     let (mean, sd) = spread(&samples);
+    // It is that of decoding.
+    let efficiency = match rate.of {
+        Part::Prompt => None,
+        Part::Answer | Part::Both => taken.median(|stats| stats.overlap.map(|overlap| overlap.efficiency)),
+    };
     json!({
         "name": rate.named("@"),
         "n": rate.tokens,
@@ -176,10 +239,10 @@ fn test(report: &Report, taken: &Taken, rate: &Rate) -> Value {
         "median": median(&samples).map(short),
         "sd": short(sd),
         "cold": report.how.cold,
-        "hit_rate": taken.median(|stats| stats.experts.hit_rate).map(short),
-        "bytes_per_token": bytes_per_token(taken).round(),
-        "gb_s": taken.median(|stats| stats.io.gb_s).map(short),
-        "efficiency": taken.median(|stats| stats.overlap.map(|overlap| overlap.efficiency)).map(short),
+        "hit_rate": hit_rate(taken, rate).map(short),
+        "bytes_per_token": bytes_per_token(taken, rate).round(),
+        "gb_s": taken.median(|stats| rate.of.fetched(stats).gb_s()).map(short),
+        "efficiency": efficiency.map(short),
         "stages": stages(taken),
         "page_cache": taken.samples.iter().any(|sample| sample.cached),
         "routing": taken.routing().map(|digest| format!("{digest:016x}")),
@@ -199,15 +262,22 @@ fn stages(taken: &Taken) -> serde_json::Map<String, Value> {
     shares.collect()
 }
 
-/// Bytes read for each token of prompt and answer, in the median.
-fn bytes_per_token(taken: &Taken) -> f64 {
-    let tokens = (taken.test.prompt + taken.test.answer) as f64;
-    taken.median(|stats| Some(stats.io.bytes as f64)).unwrap_or(0.0) / tokens
+/// Share of experts found in memory, in the median.
+fn hit_rate(taken: &Taken, rate: &Rate) -> Option<f64> {
+    taken.median(|stats| rate.of.fetched(stats).hit_rate())
+}
+
+/// Bytes read for each token, in the median.
+fn bytes_per_token(taken: &Taken, rate: &Rate) -> f64 {
+    taken.median(|stats| Some(rate.of.fetched(stats).bytes as f64)).unwrap_or(0.0) / rate.tokens as f64
+}
+
+fn kernels(taken: &Taken) -> &str {
+    taken.samples.first().map_or("", |sample| &sample.stats.machine.kernels)
 }
 
 fn backend(taken: &Taken) -> String {
-    let kernels = taken.samples.first().map_or("", |sample| &sample.stats.machine.kernels);
-    format!("CPU {kernels}")
+    format!("CPU {}", kernels(taken))
 }
 
 /// The model's name, family and formats.
@@ -227,6 +297,16 @@ fn parameters(count: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn fields_of_csv_and_sql_are_quoted_by_their_rules() {
+        let odd = json!("a \"b\", it's");
+        assert_eq!(csv_field(&odd), "\"a \"\"b\"\", it's\"");
+        assert_eq!(sql_value(&odd), "'a \"b\", it''s'");
+        let [nothing, yes, number] = [json!(null), json!(true), json!(1.5)];
+        assert_eq!([&nothing, &yes, &number].map(csv_field), ["", "true", "1.5"]);
+        assert_eq!([&nothing, &yes, &number].map(sql_value), ["NULL", "1", "1.5"]);
+    }
 
     #[test]
     fn the_spread_is_that_of_a_sample() {

@@ -1,5 +1,6 @@
 //! What a benchmark does: which tests, and how lists of numbers are typed. Pure.
 
+use crate::engine::stats::{Fetched, Stats};
 use crate::limits::{BENCH_TESTS_MAX, MAX_CONTEXT};
 
 /// One thing that is timed.
@@ -62,6 +63,17 @@ pub enum Part {
     Answer,
     /// All of it.
     Both,
+}
+
+impl Part {
+    /// What it fetched.
+    pub fn fetched(self, stats: &Stats) -> Fetched {
+        match self {
+            Part::Prompt => stats.prefill,
+            Part::Answer => stats.decode(),
+            Part::Both => stats.whole(),
+        }
+    }
 }
 
 impl Rate {
