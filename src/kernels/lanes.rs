@@ -1,6 +1,7 @@
 //! Float loops written once and compiled for each instruction set: every table calls them from functions that carry its
 //! target features. They use only operations that round the same everywhere, in a fixed order.
 
+use super::RowsAt;
 use super::quantized::{BLOCK, QuantRowMut};
 
 /// Lanes of every float reduction.
@@ -45,6 +46,43 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
 pub(super) fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     for (y, x) in y.iter_mut().zip(x) {
         *y = a.mul_add(*x, *y);
+    }
+}
+
+#[inline(always)]
+pub(super) fn dots(vectors: &[f32], rows: &RowsAt, out: &mut [f32]) {
+    if rows.is_empty() || rows.width() == 0 {
+        return out.fill(0.0);
+    }
+    for (vector, out) in vectors.chunks_exact(rows.width()).zip(out.chunks_exact_mut(rows.len())) {
+        for (r, out) in out.iter_mut().enumerate() {
+            *out = dot(vector, rows.row(r));
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) fn add_weighted(weights: &[f32], rows: &RowsAt, out: &mut [f32]) {
+    if rows.is_empty() || rows.width() == 0 {
+        return;
+    }
+    for (weights, out) in weights.chunks_exact(rows.len()).zip(out.chunks_exact_mut(rows.width())) {
+        let (chunks, tail) = out.as_chunks_mut::<LANES>();
+        let start = chunks.len() * LANES;
+        for (c, out) in chunks.iter_mut().enumerate() {
+            // Kept out of memory while the rows pass.
+            let mut sums = *out;
+            for (r, weight) in weights.iter().enumerate() {
+                let row = &rows.row(r).as_chunks::<LANES>().0[c];
+                for j in 0..LANES {
+                    sums[j] = weight.mul_add(row[j], sums[j]);
+                }
+            }
+            *out = sums;
+        }
+        if !tail.is_empty() {
+            weights.iter().enumerate().for_each(|(r, weight)| axpy(*weight, &rows.row(r)[start..], tail));
+        }
     }
 }
 

@@ -28,6 +28,7 @@ mod matmul;
 #[cfg(test)]
 mod parity;
 mod quantized;
+mod rows;
 mod scalar;
 mod team;
 
@@ -39,6 +40,7 @@ pub use encode::{EncodeError, encode};
 pub use format::{FP8_BLOCK, Format, MatrixSpec, NVFP4_GROUP, WeightRef};
 pub use matmul::{Input, matmul};
 pub use quantized::Quantized;
+pub use rows::RowsAt;
 pub use team::Team;
 
 use quantized::{QuantRow, QuantRowMut};
@@ -100,6 +102,8 @@ pub struct Kernels {
     pub isa: Isa,
     dot: unsafe fn(&[f32], &[f32]) -> f32,
     axpy: unsafe fn(f32, &[f32], &mut [f32]),
+    dots: unsafe fn(&[f32], &RowsAt, &mut [f32]),
+    add_weighted: unsafe fn(&[f32], &RowsAt, &mut [f32]),
     decode_row: unsafe fn(&WeightRef, usize, &mut [f32]),
     add_scaled_rows: unsafe fn(&WeightRef, Range<usize>, &[f32], &mut [f32]),
     silu_mul: unsafe fn(&[f32], &mut [f32]),
@@ -156,6 +160,22 @@ impl Kernels {
         unsafe { (self.axpy)(a, x, y) }
     }
 
+    /// Dot products of several vectors with several rows: `out[v * rows.len() + r] = vectors[v] . rows[r]`, each as
+    /// [`Kernels::dot`] gives it. `vectors` is `[n, rows.width()]` and `out` is `[n, rows.len()]`.
+    pub fn dots(&self, vectors: &[f32], rows: &RowsAt, out: &mut [f32]) {
+        rows.check(vectors, out);
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.dots)(vectors, rows, out) }
+    }
+
+    /// Several weighted sums of the same rows: `out[v] = weights[v][r] * rows[r] + out[v]`, fused, for `r` in order.
+    /// `weights` is `[n, rows.len()]` and `out` is `[n, rows.width()]`.
+    pub fn add_weighted(&self, weights: &[f32], rows: &RowsAt, out: &mut [f32]) {
+        rows.check(out, weights);
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.add_weighted)(weights, rows, out) }
+    }
+
     /// Row `row` as f32, each value the nearest f32 to `stored value * scale`. `out` is `[w.cols()]`.
     pub fn decode_row(&self, w: &WeightRef, row: usize, out: &mut [f32]) {
         assert!(row < w.rows(), "row {row} of {}", w.rows());
@@ -193,7 +213,8 @@ impl Kernels {
         unsafe { (self.quantize_row)(x, row) }
     }
 
-    fn exact_tile(&self, w: &WeightRef, rows: Range<usize>, x: &[f32], batch: usize, tile: &mut [f32]) {
+    /// The exact path of rows `rows` for up to [`MAX_BATCH`] rows of `x`, on this thread: `tile[i * rows.len() + r]`.
+    pub(crate) fn exact_tile(&self, w: &WeightRef, rows: Range<usize>, x: &[f32], batch: usize, tile: &mut [f32]) {
         check_tile(w, &rows, batch, tile);
         assert_eq!(x.len(), batch * w.cols(), "activations of a tile");
         // SAFETY: holding this table proves that the CPU has the instructions of its functions.

@@ -331,6 +331,39 @@ fn dots_add_in_the_documented_order(k: &Kernels) {
     }
 }
 
+/// Whatever walks together, each product and each sum has the bits it has alone.
+fn rows_of_a_table_equal_one_by_one(k: &Kernels) {
+    let mut source = Source(9);
+    for width in [1, 5, 31, 32, 33, 64, 96, 100, 128, 160, 576] {
+        for len in [0, 1, 2, 3, 4, 5, 8, 13] {
+            let (stride, first) = (width + 7, 3);
+            let table = source.floats(20 * stride);
+            // In no order, some more than once.
+            let at: Vec<u32> = (0..len).map(|_| (source.next() % 20) as u32).collect();
+            let rows = RowsAt::new(&table, stride, first..first + width, &at);
+            let row = |r: usize| &table[at[r] as usize * stride + first..][..width];
+            for n in 0..=9 {
+                let what = || format!("{k:?} {n} vectors, {len} rows of {width}");
+                let (vectors, weights) = (source.floats(n * width), source.floats(n * len));
+                let mut got = vec![f32::NAN; n * len];
+                k.dots(&vectors, &rows, &mut got);
+                let want: Vec<f32> = vectors
+                    .chunks_exact(width)
+                    .flat_map(|vector| (0..len).map(move |r| scalar::TABLE.dot(vector, row(r))))
+                    .collect();
+                assert_same(&got, &want, what);
+                let mut got = vectors.clone();
+                k.add_weighted(&weights, &rows, &mut got);
+                let mut want = vectors;
+                for (v, out) in want.chunks_exact_mut(width).enumerate() {
+                    (0..len).for_each(|r| scalar::TABLE.axpy(weights[v * len + r], row(r), out));
+                }
+                assert_same(&got, &want, what);
+            }
+        }
+    }
+}
+
 fn quantizer_equals_scalar(k: &Kernels) {
     let mut source = Source(5);
     for cols in columns() {
@@ -492,6 +525,7 @@ macro_rules! stamp_all {
                 row_kernels_equal_scalar,
                 vectors_equal_scalar,
                 dots_add_in_the_documented_order,
+                rows_of_a_table_equal_one_by_one,
                 quantizer_equals_scalar,
                 exact_products_are_near_f64,
                 integer_products_are_near_f64,

@@ -5,12 +5,14 @@ use std::ops::Range;
 use super::format::{FP8_BLOCK, Format, INT3_GROUP, INT3_GROUP_BYTES, NVFP4_GROUP, WeightRef, e4m3};
 use super::lanes::{self, LANES};
 use super::quantized::{QuantRow, QuantRowMut};
-use super::{Isa, Kernels, MAX_BATCH};
+use super::{Isa, Kernels, MAX_BATCH, RowsAt};
 
 pub(super) static TABLE: Kernels = Kernels {
     isa: Isa::Scalar,
     dot,
     axpy,
+    dots,
+    add_weighted,
     decode_row,
     add_scaled_rows,
     silu_mul,
@@ -26,6 +28,14 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 
 fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     lanes::axpy(a, x, y);
+}
+
+fn dots(vectors: &[f32], rows: &RowsAt, out: &mut [f32]) {
+    lanes::dots(vectors, rows, out);
+}
+
+fn add_weighted(weights: &[f32], rows: &RowsAt, out: &mut [f32]) {
+    lanes::add_weighted(weights, rows, out);
 }
 
 fn silu_mul(gate: &[f32], up: &mut [f32]) {

@@ -8,7 +8,7 @@ mod integer;
 use std::arch::x86_64::*;
 
 use super::quantized::QuantRowMut;
-use super::{Isa, Kernels, lanes};
+use super::{Isa, Kernels, RowsAt, lanes};
 
 pub(super) fn table() -> Option<&'static Kernels> {
     let available =
@@ -20,6 +20,8 @@ static TABLE: Kernels = Kernels {
     isa: Isa::Avx2,
     dot,
     axpy,
+    dots,
+    add_weighted,
     decode_row: exact::decode_row,
     add_scaled_rows: exact::add_scaled_rows,
     silu_mul,
@@ -37,6 +39,16 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 #[target_feature(enable = "avx2,fma,f16c")]
 fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     lanes::axpy(a, x, y);
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn dots(vectors: &[f32], rows: &RowsAt, out: &mut [f32]) {
+    lanes::dots(vectors, rows, out);
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn add_weighted(weights: &[f32], rows: &RowsAt, out: &mut [f32]) {
+    lanes::add_weighted(weights, rows, out);
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]

@@ -7,6 +7,7 @@
 mod exact;
 mod int3;
 mod integer;
+mod rows;
 mod single;
 
 use std::arch::x86_64::*;
@@ -26,6 +27,8 @@ static TABLE: Kernels = Kernels {
     isa: Isa::Avx512,
     dot,
     axpy,
+    dots: rows::dots,
+    add_weighted: rows::add_weighted,
     decode_row: exact::decode_row,
     add_scaled_rows: exact::add_scaled_rows,
     silu_mul,
