@@ -4,9 +4,13 @@ use super::Compute;
 use super::attention::Attended;
 use super::room::Room;
 use super::topk;
+use crate::kernels::RowsAt;
 
 /// Positions scored by one task.
 const POSITIONS_A_TASK: usize = 256;
+
+/// Heads whose products with these positions are held before they are added up.
+const HEADS_A_TIME: usize = 8;
 
 /// What each query row of a step attends to, kept for the layers that share a selection.
 pub struct Selection {
@@ -79,12 +83,19 @@ impl Selection {
             let (query, weights) = (&queries[row * heads * dim..][..heads * dim], &weights[row * heads..][..heads]);
             let scores = &mut self.scores[..visible];
             compute.team.for_chunks(scores, POSITIONS_A_TASK, &|task, scores| {
-                for (i, score) in scores.iter_mut().enumerate() {
-                    let key = &keys[(task * POSITIONS_A_TASK + i) * dim..][..dim];
-                    *score = query
-                        .chunks_exact(dim)
-                        .zip(weights)
-                        .fold(0.0, |sum, (q, w)| sum + w * (k.dot(q, key) * scale).max(0.0));
+                let first = (task * POSITIONS_A_TASK) as u32;
+                let at: [u32; POSITIONS_A_TASK] = std::array::from_fn(|i| first + i as u32);
+                let rows = RowsAt::new(keys, dim, 0..dim, &at[..scores.len()]);
+                scores.fill(0.0);
+                let mut products = [0.0f32; HEADS_A_TIME * POSITIONS_A_TASK];
+                for (query, weights) in query.chunks(HEADS_A_TIME * dim).zip(weights.chunks(HEADS_A_TIME)) {
+                    let products = &mut products[..weights.len() * scores.len()];
+                    k.dots(query, &rows, products);
+                    for (products, weight) in products.chunks_exact(scores.len()).zip(weights) {
+                        for (score, product) in scores.iter_mut().zip(products) {
+                            *score += weight * (product * scale).max(0.0);
+                        }
+                    }
                 }
             });
             topk::largest(scores, self.top_k, &mut self.order, &mut self.listed[row]);

@@ -44,7 +44,7 @@ pub fn attend(compute: &Compute, shape: &Shape, q: &[f32], cache: &[f32], start:
         let value = shape.keys() + key;
         let cached = Cached { rows: cache, width: 2 * shape.keys(), key: key..key + dim, value: value..value + dim };
         let queries = &q[task * group * dim..][..group * dim];
-        pool(k, scale, queries, &cached, Attended::Prefix(start + row + 1), out);
+        pool(k, scale, queries, &cached, Attended::Prefix(start + row + 1), 0, out);
     });
 }
 

@@ -7,11 +7,16 @@
 //!   latents are pooled, and one multiply by `W_V` ends it. Nothing is rebuilt: right for a few query rows.
 //! - **Explicit**: keys and values of every position are rebuilt, a head at a time: right for many query rows.
 
-use super::{Attended, Cached, Running, group_of, pool};
-use crate::kernels::{Kernels, WeightRef};
-use crate::limits::{MAX_KV_RANK, SCORE_BLOCK};
+use std::ops::Range;
+
+use super::{Attended, Cached, attended_block, group_of, pool};
+use crate::kernels::{Kernels, RowsAt, WeightRef};
+use crate::limits::{HEAD_GROUP, MAX_KV_RANK, SCORE_BLOCK};
 use crate::ops::Compute;
 use crate::ops::room::Room;
+
+/// Rows of `kv_b` that are decoded and meet latents or queries together.
+const DECODED_TOGETHER: usize = 8;
 
 /// Shapes of latent attention.
 #[derive(Clone, Copy, Debug)]
@@ -39,9 +44,14 @@ impl Shape {
         self.nope + self.rope
     }
 
+    /// Width of a rebuilt position of one head: `[key | value]`.
+    fn rebuilt_width(&self) -> usize {
+        self.query() + self.value
+    }
+
     /// Floats that the explicit form needs for keys and values of one head a thread.
     pub fn rebuilt(&self, threads: usize, positions: usize) -> usize {
-        threads * positions * (self.nope + self.value)
+        threads * positions * self.rebuilt_width()
     }
 
     fn scale(&self) -> f32 {
@@ -60,13 +70,13 @@ impl Shape {
 /// Buffers of both forms, sized once.
 pub struct Scratch {
     group: usize,
-    /// Absorbed: `[group][row][head in group][rank + rope]`.
+    /// Absorbed: `[group][row][head in group][rank + rope]`. Explicit: `[head][row][nope + rope]`.
     query: Vec<f32>,
     /// Absorbed: `[group][row][head in group][rank]`.
     pooled: Vec<f32>,
     /// Head outputs before they are put into rows: `[group or head][row][..][value]`.
     heads: Vec<f32>,
-    /// Explicit: keys and values of one head a thread, `[thread][position][nope + value]`; empty where never used.
+    /// Explicit: keys and values of one head a thread, `[thread][position][nope + rope + value]`; empty where never used.
     rebuilt: Vec<f32>,
 }
 
@@ -78,7 +88,7 @@ impl Scratch {
     pub fn new(shape: &Shape, rows: usize, threads: usize, explicit_positions: usize, room: &mut Room) -> Scratch {
         Scratch {
             group: group_of(shape.heads, shape.heads / threads),
-            query: room.floats(rows * shape.heads * shape.cached()),
+            query: room.floats(rows * shape.heads * shape.cached().max(shape.query())),
             pooled: room.floats(rows * shape.heads * shape.rank),
             heads: room.floats(rows * shape.heads * shape.value),
             rebuilt: vec![0.0; shape.rebuilt(threads, explicit_positions)],
@@ -103,35 +113,10 @@ pub fn absorbed<'s>(
     let rows = q.len() / (shape.heads * shape.query());
     let group = scratch.group;
     let (k, team) = (compute.kernels, &compute.team);
-    let block = shape.nope + shape.value;
 
     let query = &mut scratch.query[..rows * shape.heads * shape.cached()];
     team.for_chunks(query, rows * group * shape.cached(), &|g, queries| {
-        let mut decoded = [0.0f32; MAX_KV_RANK];
-        let decoded = &mut decoded[..shape.rank];
-        for h in 0..group {
-            let head = g * group + h;
-            for row in 0..rows {
-                let query = &q[(row * shape.heads + head) * shape.query()..][..shape.query()];
-                let carried = &mut queries[(row * group + h) * shape.cached()..][..shape.cached()];
-                carried[..shape.rank].fill(0.0);
-                carried[shape.rank..].copy_from_slice(&query[shape.nope..]);
-            }
-            if rows == 1 {
-                let query = &q[head * shape.query()..][..shape.nope];
-                let carried = &mut queries[h * shape.cached()..][..shape.rank];
-                k.add_scaled_rows(kv_b, head * block..head * block + shape.nope, query, carried);
-                continue;
-            }
-            // The same sums in the same order, each weight row decoded once for the whole batch.
-            for d in 0..shape.nope {
-                k.decode_row(kv_b, head * block + d, decoded);
-                for row in 0..rows {
-                    let a = q[(row * shape.heads + head) * shape.query() + d];
-                    k.axpy(a, decoded, &mut queries[(row * group + h) * shape.cached()..][..shape.rank]);
-                }
-            }
-        }
+        (0..group).for_each(|h| carry(k, shape, kv_b, q, g * group + h, h, group, queries));
     });
 
     let query = &*query;
@@ -139,26 +124,101 @@ pub fn absorbed<'s>(
     let cached = Cached { rows: cache, width: shape.cached(), key: 0..shape.cached(), value: 0..shape.rank };
     team.for_chunks(pooled, group * shape.rank, &|task, pooled| {
         let queries = &query[task * group * shape.cached()..][..group * shape.cached()];
-        pool(k, shape.scale(), queries, &cached, attended(task % rows), pooled);
+        pool(k, shape.scale(), queries, &cached, attended(task % rows), 0, pooled);
     });
 
     let pooled = &*pooled;
     let heads = &mut scratch.heads[..rows * shape.heads * shape.value];
     team.for_chunks(heads, rows * group * shape.value, &|g, outs| {
-        let mut decoded = [0.0f32; MAX_KV_RANK];
-        let decoded = &mut decoded[..shape.rank];
         let pooled = &pooled[g * rows * group * shape.rank..][..rows * group * shape.rank];
-        for h in 0..group {
-            for d in 0..shape.value {
-                k.decode_row(kv_b, (g * group + h) * block + shape.nope + d, decoded);
-                for row in 0..rows {
-                    let slot = row * group + h;
-                    outs[slot * shape.value + d] = k.dot(decoded, &pooled[slot * shape.rank..][..shape.rank]);
+        (0..group).for_each(|h| values(k, shape, kv_b, pooled, g * group + h, h, group, outs));
+    });
+    gather_heads(shape, group, rows, heads, out);
+}
+
+/// Carries the queries of one head, the `h`th of its group, into the latent space: `queries` is `[row][head in
+/// group][rank + rope]`.
+fn carry(
+    k: &Kernels,
+    shape: &Shape,
+    kv_b: &WeightRef,
+    q: &[f32],
+    head: usize,
+    h: usize,
+    group: usize,
+    queries: &mut [f32],
+) {
+    let rows = q.len() / (shape.heads * shape.query());
+    let query = |row: usize| &q[(row * shape.heads + head) * shape.query()..][..shape.query()];
+    let slot = |row: usize| (row * group + h) * shape.cached();
+    for row in 0..rows {
+        let carried = &mut queries[slot(row)..][..shape.cached()];
+        carried[..shape.rank].fill(0.0);
+        carried[shape.rank..].copy_from_slice(&query(row)[shape.nope..]);
+    }
+    let keys = head * (shape.nope + shape.value)..head * (shape.nope + shape.value) + shape.nope;
+    if rows == 1 {
+        return k.add_scaled_rows(kv_b, keys, &query(0)[..shape.nope], &mut queries[slot(0)..][..shape.rank]);
+    }
+    // The same sums in the same order.
+    for_decoded(k, kv_b, keys, |first, decoded, at| {
+        let decoded = RowsAt::new(decoded, shape.rank, 0..shape.rank, at);
+        for row in 0..rows {
+            let weights = &query(row)[first..][..at.len()];
+            k.add_weighted(weights, &decoded, &mut queries[slot(row)..][..shape.rank]);
+        }
+    });
+}
+
+/// Values of one head, the `h`th of its group, from pooled latents `[row][head in group][rank]` to `outs`, `[row][head in
+/// group][value]`.
+fn values(
+    k: &Kernels,
+    shape: &Shape,
+    kv_b: &WeightRef,
+    pooled: &[f32],
+    head: usize,
+    h: usize,
+    group: usize,
+    outs: &mut [f32],
+) {
+    let rows = pooled.len() / (group * shape.rank);
+    let start = head * (shape.nope + shape.value) + shape.nope;
+    let weights = start..start + shape.value;
+    if rows == 1 {
+        let out = &mut outs[h * shape.value..][..shape.value];
+        return k.exact_tile(kv_b, weights, &pooled[h * shape.rank..][..shape.rank], 1, out);
+    }
+    // The same products.
+    for_decoded(k, kv_b, weights, |first, decoded, _| {
+        for start in (0..rows).step_by(SCORE_BLOCK) {
+            let slots: [u32; SCORE_BLOCK] = std::array::from_fn(|i| ((start + i) * group + h) as u32);
+            let slots = &slots[..SCORE_BLOCK.min(rows - start)];
+            let mut products = [0.0f32; DECODED_TOGETHER * SCORE_BLOCK];
+            let products = &mut products[..decoded.len() / shape.rank * slots.len()];
+            k.dots(decoded, &RowsAt::new(pooled, shape.rank, 0..shape.rank, slots), products);
+            for (d, products) in (first..).zip(products.chunks_exact(slots.len())) {
+                for (slot, product) in slots.iter().zip(products) {
+                    outs[*slot as usize * shape.value + d] = *product;
                 }
             }
         }
     });
-    gather_heads(shape, group, rows, heads, out);
+}
+
+/// Decodes rows of `kv_b`, a few at a time so that whole batches meet them near: `f(first of them, their values, their
+/// numbers)`, both counted from the first of `rows`.
+fn for_decoded(k: &Kernels, kv_b: &WeightRef, rows: Range<usize>, mut f: impl FnMut(usize, &[f32], &[u32])) {
+    const NUMBERS: [u32; DECODED_TOGETHER] = [0, 1, 2, 3, 4, 5, 6, 7];
+    let mut decoded = [0.0f32; DECODED_TOGETHER * MAX_KV_RANK];
+    for first in rows.clone().step_by(DECODED_TOGETHER) {
+        let count = DECODED_TOGETHER.min(rows.end - first);
+        let decoded = &mut decoded[..count * kv_b.cols()];
+        for (i, row) in decoded.chunks_exact_mut(kv_b.cols()).enumerate() {
+            k.decode_row(kv_b, first + i, row);
+        }
+        f(first - rows.start, decoded, &NUMBERS[..count]);
+    }
 }
 
 /// Explicit attention; arguments as [`absorbed`], with `positions` the number of cached positions to rebuild.
@@ -175,10 +235,16 @@ pub fn explicit<'s>(
 ) {
     let rows = q.len() / (shape.heads * shape.query());
     let (k, team) = (compute.kernels, &compute.team);
-    let block = shape.nope + shape.value;
-    let threads = team.threads();
+    let (threads, width) = (team.threads(), shape.rebuilt_width());
     let per_thread = scratch.rebuilt.len() / threads;
-    assert!(positions * block <= per_thread, "the explicit form was sized for fewer than {positions} positions");
+    assert!(positions * width <= per_thread, "the explicit form was sized for fewer than {positions} positions");
+    let query = &mut scratch.query[..rows * shape.heads * shape.query()];
+    team.for_chunks(query, rows * shape.query(), &|head, queries| {
+        for (row, query) in queries.chunks_exact_mut(shape.query()).enumerate() {
+            query.copy_from_slice(&q[(row * shape.heads + head) * shape.query()..][..shape.query()]);
+        }
+    });
+    let query = &*query;
     for first in (0..shape.heads).step_by(threads) {
         let count = threads.min(shape.heads - first);
         let rebuilt = &mut scratch.rebuilt[..count * per_thread];
@@ -186,61 +252,52 @@ pub fn explicit<'s>(
         team.for_chunks2(rebuilt, per_thread, heads, rows * shape.value, &|i, rebuilt, outs| {
             let head = first + i;
             rebuild(k, shape, kv_b, head, &cache[..positions * shape.cached()], rebuilt);
-            for (row, out) in outs.chunks_exact_mut(shape.value).enumerate() {
-                let query = &q[(row * shape.heads + head) * shape.query()..][..shape.query()];
-                attend_rebuilt(k, shape, query, cache, rebuilt, attended(row), out);
+            let (key, value) = (0..shape.query(), shape.query()..width);
+            let cached = Cached { rows: rebuilt, width, key, value };
+            let queries = &query[head * rows * shape.query()..][..rows * shape.query()];
+            let mut row = 0;
+            while row < rows {
+                let (seen, together) = together(row, rows, attended);
+                let queries = &queries[row * shape.query()..][..together * shape.query()];
+                let outs = &mut outs[row * shape.value..][..together * shape.value];
+                pool(k, shape.scale(), queries, &cached, seen, 1, outs);
+                row += together;
             }
         });
     }
     gather_heads(shape, 1, rows, &scratch.heads[..rows * shape.heads * shape.value], out);
 }
 
-/// Keys and values of one head for every position: `rebuilt[position] = [key | value]`.
-fn rebuild(k: &Kernels, shape: &Shape, kv_b: &WeightRef, head: usize, cache: &[f32], rebuilt: &mut [f32]) {
-    let block = shape.nope + shape.value;
-    let mut decoded = [0.0f32; MAX_KV_RANK];
-    let decoded = &mut decoded[..shape.rank];
-    for d in 0..block {
-        k.decode_row(kv_b, head * block + d, decoded);
-        for (position, cached) in cache.chunks_exact(shape.cached()).enumerate() {
-            rebuilt[position * block + d] = k.dot(decoded, &cached[..shape.rank]);
-        }
-    }
+/// What `row` attends to, and how many rows from it on see one position more each: they can walk the cache together.
+fn together<'s>(row: usize, rows: usize, attended: &dyn Fn(usize) -> Attended<'s>) -> (Attended<'s>, usize) {
+    let seen = attended(row);
+    let Attended::Prefix(n) = seen else { return (seen, 1) };
+    let next = |i: &usize| matches!(attended(row + i), Attended::Prefix(seen) if seen == n + i);
+    (seen, (0..HEAD_GROUP.min(rows - row)).take_while(next).count())
 }
 
-fn attend_rebuilt(
-    k: &Kernels,
-    shape: &Shape,
-    query: &[f32],
-    cache: &[f32],
-    rebuilt: &[f32],
-    attended: Attended,
-    out: &mut [f32],
-) {
-    out.fill(0.0);
-    let (q_nope, q_rope) = query.split_at(shape.nope);
-    let block = shape.nope + shape.value;
-    let (n, scale) = (attended.len(), shape.scale());
-    let mut running = Running::START;
-    for start in (0..n).step_by(SCORE_BLOCK) {
-        let mut scores = [0.0f32; SCORE_BLOCK];
-        let scores = &mut scores[..SCORE_BLOCK.min(n - start)];
-        for (i, s) in scores.iter_mut().enumerate() {
-            let at = attended.at(start + i);
-            let key = &rebuilt[at * block..][..shape.nope];
-            let rotary = &cache[at * shape.cached() + shape.rank..][..shape.rope];
-            *s = (k.dot(q_nope, key) + k.dot(q_rope, rotary)) * scale;
-        }
-        let factor = running.absorb(k, scores);
-        if factor != 1.0 {
-            out.iter_mut().for_each(|o| *o *= factor);
-        }
-        for (i, &weight) in scores.iter().enumerate() {
-            k.axpy(weight, &rebuilt[attended.at(start + i) * block + shape.nope..][..shape.value], out);
-        }
+/// Keys and values of one head for every position: `rebuilt[position] = [key | rotary key | value]`.
+fn rebuild(k: &Kernels, shape: &Shape, kv_b: &WeightRef, head: usize, cache: &[f32], rebuilt: &mut [f32]) {
+    let (block, width) = (shape.nope + shape.value, shape.rebuilt_width());
+    let positions = cache.len() / shape.cached();
+    for (cached, rebuilt) in cache.chunks_exact(shape.cached()).zip(rebuilt.chunks_exact_mut(width)) {
+        rebuilt[shape.nope..shape.query()].copy_from_slice(&cached[shape.rank..]);
     }
-    let inverse = 1.0 / running.sum;
-    out.iter_mut().for_each(|o| *o *= inverse);
+    let mut room = [0; SCORE_BLOCK];
+    for_decoded(k, kv_b, head * block..(head + 1) * block, |first, decoded, _| {
+        for start in (0..positions).step_by(SCORE_BLOCK) {
+            let at = attended_block(&Attended::Prefix(positions), start, &mut room);
+            let mut products = [0.0f32; DECODED_TOGETHER * SCORE_BLOCK];
+            let products = &mut products[..decoded.len() / shape.rank * at.len()];
+            k.dots(decoded, &RowsAt::new(cache, shape.cached(), 0..shape.rank, at), products);
+            // Positions one by one: what is written to one lies together.
+            for (i, rebuilt) in rebuilt[start * width..].chunks_exact_mut(width).take(at.len()).enumerate() {
+                for (row, products) in (first..).zip(products.chunks_exact(at.len())) {
+                    rebuilt[if row < shape.nope { row } else { row + shape.rope }] = products[i];
+                }
+            }
+        }
+    });
 }
 
 /// `[heads / group][row][group][value]` to `[row][heads * value]`.

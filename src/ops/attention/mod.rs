@@ -8,7 +8,7 @@ pub mod latent;
 
 use std::ops::Range;
 
-use crate::kernels::Kernels;
+use crate::kernels::{Kernels, RowsAt};
 use crate::limits::{HEAD_GROUP, SCORE_BLOCK};
 
 /// The positions that one query row attends to, ascending.
@@ -25,14 +25,6 @@ impl Attended<'_> {
         match self {
             Attended::Prefix(n) => *n,
             Attended::Listed(p) => p.len(),
-        }
-    }
-
-    #[inline]
-    fn at(&self, i: usize) -> usize {
-        match self {
-            Attended::Prefix(_) => i,
-            Attended::Listed(p) => p[i] as usize,
         }
     }
 }
@@ -65,45 +57,60 @@ struct Cached<'a> {
     value: Range<usize>,
 }
 
-impl Cached<'_> {
-    #[inline]
-    fn key(&self, position: usize) -> &[f32] {
-        &self.rows[position * self.width..][..self.width][self.key.clone()]
-    }
-
-    #[inline]
-    fn value(&self, position: usize) -> &[f32] {
-        &self.rows[position * self.width..][..self.width][self.value.clone()]
-    }
-}
-
 /// How many of `heads` heads walk the cache together: as many as divide them, at most `most` and [`HEAD_GROUP`].
 fn group_of(heads: usize, most: usize) -> usize {
     (1..=most.clamp(1, HEAD_GROUP)).rev().find(|group| heads.is_multiple_of(*group)).unwrap_or(1)
 }
 
-/// Softmax-weighted mean of the attended values, for up to [`HEAD_GROUP`] heads of one query row: `queries` is
-/// `[heads][key width]`, `out` is `[heads][value width]`.
-fn pool(k: &Kernels, scale: f32, queries: &[f32], cached: &Cached, attended: Attended, out: &mut [f32]) {
+/// The numbers of up to [`SCORE_BLOCK`] attended positions from the `start`th on; `room` holds those that lie nowhere yet.
+fn attended_block<'a>(attended: &Attended<'a>, start: usize, room: &'a mut [u32; SCORE_BLOCK]) -> &'a [u32] {
+    let count = SCORE_BLOCK.min(attended.len() - start);
+    match attended {
+        Attended::Listed(positions) => &positions[start..][..count],
+        Attended::Prefix(_) => {
+            room.iter_mut().zip(start as u32..).for_each(|(to, position)| *to = position);
+            &room[..count]
+        }
+    }
+}
+
+/// Softmax-weighted mean of the attended values, for up to [`HEAD_GROUP`] queries that walk the cache together: `queries`
+/// is `[n][key width]`, `out` is `[n][value width]`. The first sees what `attended` says and each other one `more` positions
+/// more than the one before it: 0 for heads of one row, 1 for rows of one head, which see all up to their own.
+fn pool(k: &Kernels, scale: f32, queries: &[f32], cached: &Cached, attended: Attended, more: usize, out: &mut [f32]) {
     out.fill(0.0);
+    let (key_width, value_width) = (cached.key.len(), cached.value.len());
+    let n = queries.len() / key_width;
+    let all = match attended {
+        Attended::Prefix(seen) => Attended::Prefix(seen + (n - 1) * more),
+        listed => listed,
+    };
     let mut running = [const { Running::START }; HEAD_GROUP];
-    let (n, value_width) = (attended.len(), cached.value.len());
-    for start in (0..n).step_by(SCORE_BLOCK) {
-        let count = SCORE_BLOCK.min(n - start);
-        let heads = queries.chunks_exact(cached.key.len()).zip(out.chunks_exact_mut(value_width)).zip(&mut running);
-        for ((query, out), running) in heads {
-            let mut scores = [0.0f32; SCORE_BLOCK];
-            let scores = &mut scores[..count];
-            for (i, s) in scores.iter_mut().enumerate() {
-                *s = k.dot(query, cached.key(attended.at(start + i))) * scale;
+    let (mut scores, mut room) = ([0.0f32; HEAD_GROUP * SCORE_BLOCK], [0; SCORE_BLOCK]);
+    for start in (0..all.len()).step_by(SCORE_BLOCK) {
+        let block = attended_block(&all, start, &mut room);
+        let seen = |query: usize| (attended.len() + query * more).saturating_sub(start).min(block.len());
+        let mut first = 0;
+        while first < n {
+            // Those that see as much of the block as one another: all, but at the end of what they see.
+            let at = &block[..seen(first)];
+            let count = (first..n).take_while(|query| seen(*query) == at.len()).count();
+            if !at.is_empty() {
+                let rows = |columns: &Range<usize>| RowsAt::new(cached.rows, cached.width, columns.clone(), at);
+                let scores = &mut scores[..count * at.len()];
+                let out = &mut out[first * value_width..][..count * value_width];
+                k.dots(&queries[first * key_width..][..count * key_width], &rows(&cached.key), scores);
+                let each = scores.chunks_exact_mut(at.len()).zip(out.chunks_exact_mut(value_width));
+                for ((scores, out), running) in each.zip(&mut running[first..]) {
+                    scores.iter_mut().for_each(|score| *score *= scale);
+                    let factor = running.absorb(k, scores);
+                    if factor != 1.0 {
+                        out.iter_mut().for_each(|o| *o *= factor);
+                    }
+                }
+                k.add_weighted(scores, &rows(&cached.value), out);
             }
-            let factor = running.absorb(k, scores);
-            if factor != 1.0 {
-                out.iter_mut().for_each(|o| *o *= factor);
-            }
-            for (i, &weight) in scores.iter().enumerate() {
-                k.axpy(weight, cached.value(attended.at(start + i)), out);
-            }
+            first += count;
         }
     }
     for (out, running) in out.chunks_exact_mut(value_width).zip(&running) {
