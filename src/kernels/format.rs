@@ -47,6 +47,7 @@ pub enum Format {
 
 impl Format {
     /// Bytes of one row's weights, without scales.
+    #[inline]
     pub fn row_bytes(self, cols: usize) -> usize {
         match self {
             Format::F32 => cols * 4,
@@ -80,6 +81,7 @@ impl Format {
     }
 
     /// Columns of an integer format that share a scale: all of a row, unless it is a grouped format.
+    #[inline]
     pub(super) fn group(self, cols: usize) -> usize {
         match self {
             Format::Int4Group { group } => group.into(),
@@ -174,16 +176,19 @@ impl<'a> WeightRef<'a> {
     }
 
     /// Storage format.
+    #[inline]
     pub fn format(&self) -> Format {
         self.spec.format
     }
 
     /// Output features.
+    #[inline]
     pub fn rows(&self) -> usize {
         self.spec.rows
     }
 
     /// Input features.
+    #[inline]
     pub fn cols(&self) -> usize {
         self.spec.cols
     }
@@ -194,17 +199,20 @@ impl<'a> WeightRef<'a> {
     }
 
     /// All scale bytes (little-endian f32, but for NVFP4).
+    #[inline]
     pub fn scales(&self) -> &'a [u8] {
         self.scales
     }
 
     /// Weight bytes of one row.
+    #[inline]
     pub fn row(&self, row: usize) -> &'a [u8] {
         let n = self.spec.format.row_bytes(self.spec.cols);
         &self.data[row * n..][..n]
     }
 
     /// Scale number `index`; in NVFP4 times the factor.
+    #[inline]
     pub fn scale(&self, index: usize) -> f32 {
         if self.spec.format == Format::Nvfp4 {
             return e4m3(self.scales[index]) * self.factor;
