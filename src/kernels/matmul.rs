@@ -49,7 +49,9 @@ pub fn matmul(k: &Kernels, team: &Team, w: &WeightRef, input: &Input, out: &mut 
     }
     let step = task_rows(w, team.threads());
     let target = Outputs { first: out.as_mut_ptr(), stride: w.rows(), len: out.len() };
-    team.run(w.rows().div_ceil(step), &|task| {
+    let tasks = w.rows().div_ceil(step);
+    team.run(tasks, &|turn| {
+        let task = striped(turn, tasks, team.threads());
         let rows = task * step..w.rows().min((task + 1) * step);
         run_task(k, w, input, quantized, rows, &target);
     });
@@ -83,6 +85,13 @@ fn run_task(
     }
 }
 
+/// The task that comes at a turn, so that threads that take turns each walk through neighbouring rows: what is fetched ahead
+/// of one task is the next of the same thread.
+fn striped(turn: usize, tasks: usize, stripes: usize) -> usize {
+    let (stripe, place) = (turn % stripes, turn / stripes);
+    stripe * (tasks / stripes) + stripe.min(tasks % stripes) + place
+}
+
 /// Rows of a task: by bytes, but no fewer tasks than would keep the team busy.
 fn task_rows(w: &WeightRef, threads: usize) -> usize {
     let by_bytes = TASK_BYTES / w.format().row_bytes(w.cols()).max(1);
@@ -109,5 +118,22 @@ impl Outputs {
         // SAFETY: the range was checked to lie inside the borrowed output, and only the task that owns these columns
         // writes them, once per batch row; `values` is that task's own tile.
         unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), target, values.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_comes_once_and_stripes_are_neighbours() {
+        for stripes in 1..=5 {
+            for tasks in 0..40 {
+                let mut order: Vec<usize> = (0..tasks).map(|turn| striped(turn, tasks, stripes)).collect();
+                assert!(order.iter().skip(stripes).zip(&order).all(|(next, task)| *next == task + 1), "{order:?}");
+                order.sort_unstable();
+                assert!(order.into_iter().eq(0..tasks), "{tasks} tasks in {stripes} stripes");
+            }
+        }
     }
 }
