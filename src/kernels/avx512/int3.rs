@@ -76,18 +76,18 @@ fn fields(weights: &[u8; INT3_GROUP_BYTES]) -> __m512i {
     _mm512_mask_add_epi8(low, u64::from_le_bytes(high.as_chunks().0[0]), low, _mm512_set1_epi8(4))
 }
 
-/// Half a group as floats: its low bits and its high bits.
+/// A group as floats.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-pub(super) fn decode(low: &[u8; 8], high: &[u8; 4]) -> [__m512; 2] {
+pub(super) fn decode(weights: &[u8; INT3_GROUP_BYTES]) -> [__m512; 4] {
+    let (low, high) = weights.split_at(INT3_GROUP / 4);
+    let (low, high) = (low.as_chunks::<4>().0, high.as_chunks::<2>().0);
     let shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    let unpack = |low: [u8; 4], high: [u8; 2]| {
-        let fields = _mm512_srlv_epi32(_mm512_set1_epi32(i32::from_le_bytes(low)), shifts);
+    std::array::from_fn(|q| {
+        let fields = _mm512_srlv_epi32(_mm512_set1_epi32(i32::from_le_bytes(low[q])), shifts);
         let fields = _mm512_and_si512(fields, _mm512_set1_epi32(3));
         // A high bit that is set is the 4 that the offset takes away.
         let low = _mm512_sub_epi32(fields, _mm512_set1_epi32(4));
-        _mm512_cvtepi32_ps(_mm512_mask_mov_epi32(low, u16::from_le_bytes(high), fields))
-    };
-    let (low, high) = (low.as_chunks::<4>().0, high.as_chunks::<2>().0);
-    [unpack(low[0], high[0]), unpack(low[1], high[1])]
+        _mm512_cvtepi32_ps(_mm512_mask_mov_epi32(low, u16::from_le_bytes(high[q]), fields))
+    })
 }

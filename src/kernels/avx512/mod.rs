@@ -4,7 +4,10 @@
 //! of whole arrays, which live in this file.
 #![allow(unsafe_code)]
 
+mod ahead;
+mod dots;
 mod exact;
+mod fp8;
 mod int3;
 mod integer;
 mod rows;
@@ -20,10 +23,16 @@ pub(super) fn table() -> Option<&'static Kernels> {
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512vl")
         && is_x86_feature_detected!("avx512vnni");
-    available.then_some(&TABLE)
+    let table = if is_x86_feature_detected!("avx512vbmi") { &WITH_VBMI } else { &TABLE };
+    available.then_some(table)
 }
 
-static TABLE: Kernels = Kernels {
+/// What every CPU with VNNI has.
+pub(super) static TABLE: Kernels = BASE;
+
+static WITH_VBMI: Kernels = Kernels { exact: fp8::tile, ..BASE };
+
+const BASE: Kernels = Kernels {
     isa: Isa::Avx512,
     dot,
     axpy,
@@ -147,7 +156,19 @@ fn store_quarter_ints(to: &mut [i32; 4], v: __m128i) {
     unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), v) }
 }
 
-/// Both halves of a chunk of the 32 lanes.
+/// Asks for the cache line of `at` to be fetched into the second-level cache.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn fetch(at: *const u8) {
+    // The function has become safe in later versions of the standard library.
+    #[allow(unused_unsafe)]
+    // SAFETY: a prefetch is a hint that reads nothing, and faults at no address.
+    unsafe {
+        _mm_prefetch::<_MM_HINT_T1>(at.cast());
+    }
+}
+
+/// Both halves of the 32 lanes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn load_lanes(from: &[f32; lanes::LANES]) -> [__m512; 2] {
