@@ -96,6 +96,13 @@ pub const CHECK_SLAB_BYTES_MAX: usize = 8 << 20;
 pub const RAM_BYTES_MIN: u64 = 1 << 20;
 /// Resident weights are read so much at a time: whoever cancels waits no longer than that takes.
 pub const LOAD_PART_BYTES: usize = 8 << 20;
+/// So much of those that are quantized on the way, which lies beside the others meanwhile; more where 128 rows, which share
+/// FP8 scales, have more.
+pub const LOAD_ENCODED_PART_BYTES: usize = 1 << 20;
+/// Threads that load weights: a drive wants several requests at a time.
+pub const LOAD_WORKERS_MIN: usize = 4;
+/// And most of them, where weights are quantized.
+pub const LOAD_WORKERS_MAX: usize = 32;
 /// Experts not in memory any more whose copies are read again when a drive gave wrong bytes: 1.2 GB of the largest.
 pub const GONE_CHECKED_MAX: usize = 64;
 /// Bytes of the source that a conversion reads at a time; more where 128 rows, which share FP8 scales, have more.
@@ -141,6 +148,7 @@ pub const PROBE_PAUSE_MIN: u32 = 3;
 pub const PROBE_PAUSE_MAX: u32 = 256;
 
 const _: () = assert!(WAIT_STEP.as_nanos() < HUNG_AFTER.as_nanos());
+const _: () = assert!(LOAD_ENCODED_PART_BYTES <= LOAD_PART_BYTES && LOAD_WORKERS_MIN <= LOAD_WORKERS_MAX);
 const _: () = assert!(PIN_SHARE_PERCENT_MAX <= 100 && SECONDS_MIN < SECONDS_MAX);
 const _: () = assert!(MAX_EXPERTS <= u16::MAX as usize + 1);
 const _: () = assert!(MAX_TOP_K <= MAX_EXPERTS);

@@ -352,6 +352,19 @@ fn an_ordinary_user_without_a_home_or_a_network_converts_and_runs() {
         assert!(said.contains("thread") && said.contains("hint:"), "{said}");
     }
 
+    // And quantizing while loading, wherever a run is possible at all.
+    let like = generation(&model, &["-t", "1", "--ram", "256M", "--dense-bits", "8", "--io-bits", "8"]);
+    let quantized = || {
+        let mut command = Command::new(&program);
+        command.args(like.get_args()).env("HOME", "/dev/null/nowhere").current_dir(own.path());
+        command
+    };
+    let (with, without) = (changed(quantized(), drop_rights).unwrap(), changed(quantized(), alone).unwrap());
+    match without.status.code() {
+        Some(0) => assert_eq!(answer(&without, &[]), answer(&with, &[])),
+        _ => assert!(text(&without.stderr).contains("thread"), "{}", text(&without.stderr)),
+    }
+
     // A directory above the model that may not be entered is no model that does not exist.
     let locked = own.path().join("locked");
     std::fs::create_dir(&locked).unwrap();

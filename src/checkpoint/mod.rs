@@ -33,7 +33,7 @@ use crate::kernels::Format;
 use arch::IndexerKind;
 pub(crate) use config::{stop_sources, vendor_name};
 use error::{Result, is_there};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -120,10 +120,9 @@ impl Checkpoint {
         required::list(arch)
     }
 
-    /// Shapes of all tensors but the routed experts by name, those that a checkpoint may lack too.
-    pub(crate) fn shapes(arch: &Arch) -> HashMap<String, Shape> {
-        let tensors = required::list(arch).into_iter().chain(required::mtp_optional(arch));
-        tensors.map(|tensor| (tensor.name, tensor.shape)).collect()
+    /// All tensors but the routed experts, those that a checkpoint may lack too.
+    pub(crate) fn resident(arch: &Arch) -> impl Iterator<Item = Required> {
+        required::list(arch).into_iter().chain(required::mtp_optional(arch))
     }
 
     /// Refuses a model of which a matrix is in a format that can only be converted.

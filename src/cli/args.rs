@@ -9,6 +9,7 @@ use millstream_io::limits::CHUNK_BYTES_MIN;
 use millstream_io::{CHUNK_WHOLE, DeviceKind, IoMode};
 
 use crate::checkpoint::container::GROUP_SIZES;
+use crate::checkpoint::convert::{Width, Widths};
 use crate::engine::{Activations, AttentionForm, Depth, Dsa, PolicyKind, Switch, Verify};
 use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, RAM_BYTES_MIN, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
@@ -147,6 +148,35 @@ pub struct RunArgs {
     pub verbose: bool,
 }
 
+/// Precision of the weights that stay in memory, for whatever opens a model: the same as `convert` has for its container.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+pub struct WidthArgs {
+    /// Quantize attention, dense and shared layers while they are loaded, as convert would: 16, 8, 4 or 2 bits. What is
+    /// narrower already stays [default: as stored]
+    #[arg(long, value_name = "BITS")]
+    pub dense_bits: Option<Width>,
+    /// The same of embeddings and output head [default: as stored]
+    #[arg(long, value_name = "BITS")]
+    pub io_bits: Option<Width>,
+    /// The same of the multi-token-prediction layer, where it is loaded [default: as stored]
+    #[arg(long, value_name = "BITS")]
+    pub mtp_bits: Option<Width>,
+    /// The same of the sparse-attention indexer [default: as stored]
+    #[arg(long, value_name = "BITS")]
+    pub indexer_bits: Option<Width>,
+    /// Columns that share a scale in weights that become 4-bit: 16, 32, 48, 64, 96, 128, 192 or 256 [default: a whole row]
+    #[arg(long, value_name = "N", value_parser = parse_group)]
+    pub group: Option<u16>,
+}
+
+impl WidthArgs {
+    /// In the terms of the engine.
+    pub fn widths(&self) -> Widths {
+        let WidthArgs { dense_bits: dense, io_bits: io, mtp_bits: mtp, indexer_bits: indexer, group } = *self;
+        Widths { experts: None, dense, io, mtp, indexer, group }
+    }
+}
+
 /// How a model is run, whatever it is run for: threads, memory, reading, caching, arithmetic.
 #[derive(Clone, Debug, clap::Args)]
 pub struct EngineArgs {
@@ -157,6 +187,9 @@ pub struct EngineArgs {
     /// [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = parse_ram)]
     pub ram: Option<Ram>,
+    /// What of the model is quantized while it is loaded.
+    #[command(flatten)]
+    pub widths: WidthArgs,
     /// A directory on another drive with copies of the model's shards, all or some; may be given several times. Reads are
     /// shared out by how fast the drives are
     #[arg(long, value_name = "DIR")]
@@ -229,6 +262,9 @@ pub struct DoctorArgs {
     /// Model directory [default: the model that comes with the program]
     #[arg(short, long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// What of the model is quantized while it is loaded.
+    #[command(flatten)]
+    pub widths: WidthArgs,
     /// Read the whole model and compare it with its checksums
     #[arg(long)]
     pub deep: bool,
@@ -597,6 +633,9 @@ mod tests {
             &["run", "--ram", "0"],
             &["run", "--ram", "0.0G"],
             &["convert", "a", "b", "--group", "17"],
+            &["run", "--dense-bits", "3"],
+            &["plan", "--io-bits", "fp8"],
+            &["bench", "--group", "17"],
             &["convert", "a"],
             &["convert", "a", "b", "--experts", "5"],
             &["bench-io", "--json", "--md"],

@@ -8,7 +8,7 @@ use serde_json::{Value as Json, json};
 use crate::checkpoint::census::{Census, Sample, Tally};
 use crate::checkpoint::{Checkpoint, CheckpointError, Part};
 
-use super::args::ModelArgs;
+use super::args::{ModelArgs, WidthArgs};
 use super::machine::Machine;
 use super::svg::{self, COLOURS};
 use super::{Done, Failure, job, output, size};
@@ -44,7 +44,9 @@ pub fn census(args: &CensusArgs, machine: &Machine) -> Result<Done, Failure> {
     if let Some(path) = &args.svg {
         output::check(path, "picture", &args.model.inputs(machine))?;
     }
-    let Some((checkpoint, _)) = job::open_model(&args.model, machine)? else { return Ok(Done::Interrupted) };
+    let Some((checkpoint, _)) = job::open_model(&args.model, WidthArgs::default(), machine)? else {
+        return Ok(Done::Interrupted);
+    };
     let failed = |error: CheckpointError| Failure::of(&error).hint(error.hint());
     let census = Census::take(&checkpoint).map_err(failed)?;
     let mut samples = Vec::new();

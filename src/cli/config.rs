@@ -7,6 +7,7 @@ use millstream_io::limits::DRIVES_MAX;
 use millstream_io::{DeviceKind, IoMode, settle};
 use serde_json::Value as Json;
 
+use crate::checkpoint::convert::{Width, Widths};
 use crate::engine::config::DEFAULT_PREFILL_ROWS;
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
@@ -14,7 +15,7 @@ use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
 use crate::limits::{PROGRAM_REST_BYTES, THREAD_BYTES, TOKENIZER_TIMES};
 
 use super::Failure;
-use super::args::{self, Chunk, EngineArgs, KernelChoice, Ram, RunArgs, Seed};
+use super::args::{self, Chunk, EngineArgs, KernelChoice, Ram, RunArgs, Seed, WidthArgs};
 use super::machine::Machine;
 use super::reading::{Asked, Reading};
 use super::tuning::{Lookup, Profile};
@@ -154,6 +155,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         timeline: args.timeline.is_some(),
         ..EngineConfig::new(machine.memory.available)
     };
+    engine.resident = decide_widths(&args.engine.widths, &mut settings)?;
     decide_arithmetic(&args.engine, &mut engine, &mut settings);
     decide_experts(&args.engine, &mut engine, &mut settings);
     Ok(RunConfig {
@@ -375,6 +377,25 @@ fn decide_mirrors(args: &EngineArgs, settings: &mut Settings) -> Result<Vec<Path
     let shown: Vec<String> = args.mirror.iter().map(|dir| dir.display().to_string()).collect();
     settings.add("mirror", shown, if args.mirror.is_empty() { "default" } else { "flag" });
     Ok(args.mirror.clone())
+}
+
+/// What of the weights that stay in memory is quantized while it is loaded.
+fn decide_widths(args: &WidthArgs, settings: &mut Settings) -> Result<Widths, Failure> {
+    let WidthArgs { dense_bits, io_bits, mtp_bits, indexer_bits, group } = args;
+    let widths = [dense_bits, io_bits, mtp_bits, indexer_bits];
+    for (name, width) in ["dense-bits", "io-bits", "mtp-bits", "indexer-bits"].into_iter().zip(widths) {
+        let shown = width.map_or_else(|| "as stored".to_owned(), |width| width.to_string());
+        settings.add(name, shown, flag_or_default(width));
+    }
+    if let Some(group) = group
+        && !widths.contains(&&Some(Width::Bits4))
+    {
+        return Err(Failure::usage(format!("--group {group} is for weights that become 4-bit, and none does"))
+            .hint("give --dense-bits 4, or leave --group out"));
+    }
+    let shown = group.map_or_else(|| "row".to_owned(), |group| group.to_string());
+    settings.add("group", shown, flag_or_default(group));
+    Ok(args.widths())
 }
 
 /// How numbers are computed.

@@ -31,19 +31,19 @@ pub struct ConvertArgs {
     #[arg(value_name = "DST")]
     destination: PathBuf,
     /// Width of the routed experts [default: 4]
-    #[arg(long, value_name = "BITS")]
+    #[arg(long, visible_alias = "expert-bits", value_name = "BITS")]
     pub(super) experts: Option<Width>,
     /// Width of attention, dense and shared layers; 4 halves what stays in memory [default: 8]
-    #[arg(long, value_name = "BITS")]
+    #[arg(long, visible_alias = "dense-bits", value_name = "BITS")]
     dense: Option<Width>,
     /// Width of embeddings and output head [default: 8]
     #[arg(long, value_name = "BITS")]
     io_bits: Option<Width>,
     /// Width of the multi-token-prediction layer [default: 8]
-    #[arg(long, value_name = "BITS")]
+    #[arg(long, visible_alias = "mtp-bits", value_name = "BITS")]
     mtp: Option<Width>,
     /// Width of the sparse-attention indexer [default: 8]
-    #[arg(long, value_name = "BITS")]
+    #[arg(long, visible_alias = "indexer-bits", value_name = "BITS")]
     indexer: Option<Width>,
     /// Columns that share a scale in 4-bit matrices: 16, 32, 48, 64, 96, 128, 192 or 256 [default: a whole row]
     #[arg(long, value_name = "N", value_parser = parse_group)]
@@ -256,6 +256,8 @@ mod tests {
         // Each flag is for its own kind of weight.
         let narrow = |flag| typed(&[flag, "2"]).unwrap().unwrap();
         let default = ConvertOptions::default();
+        let named = ["--expert-bits", "--dense-bits", "--mtp-bits", "--indexer-bits"].map(narrow);
+        assert_eq!(named, ["--experts", "--dense", "--mtp", "--indexer"].map(narrow), "the names that run has");
         assert_eq!(narrow("--indexer"), ConvertOptions { indexer: Width::Bits2, ..default.clone() });
         assert_eq!(narrow("--mtp"), ConvertOptions { mtp: Width::Bits2, ..default.clone() });
         assert_eq!(typed(&[]).unwrap().unwrap(), default);

@@ -14,7 +14,7 @@ use crate::engine::config::DEFAULT_CONTEXT;
 use crate::engine::{Engine, EngineError};
 use crate::kernels::{Format, Kernels};
 
-use super::args::ModelArgs;
+use super::args::{ModelArgs, WidthArgs};
 use super::config::RunConfig;
 use super::doctor::try_ring;
 use super::machine::Machine;
@@ -32,6 +32,8 @@ Exit codes: 0 done, 1 the work failed, 2 usage.")]
 pub struct InfoArgs {
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    widths: WidthArgs,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -62,7 +64,9 @@ struct Disk {
 
 /// Looks, and prints.
 pub fn info(args: &InfoArgs, machine: &Machine) -> Result<Done, Failure> {
-    let Some((checkpoint, config)) = job::open_model(&args.model, machine)? else { return Ok(Done::Interrupted) };
+    let Some((checkpoint, config)) = job::open_model(&args.model, args.widths, machine)? else {
+        return Ok(Done::Interrupted);
+    };
     let info = Info::find(&checkpoint, &config, machine)?;
     let text = if args.json { info.json().to_string() + "\n" } else { info.text() };
     Ok(output::print(&text)?.unwrap_or(Done::Whole))
@@ -232,7 +236,7 @@ impl<'a> Info<'a> {
             },
             "budget": self.budget.as_ref().map_or_else(
                 |why| json!({ "error": why }),
-                |budget| json!({ "context": arch.max_context.min(DEFAULT_CONTEXT), "total": budget.total, "resident": budget.resident, "experts": budget.experts(), "slots": budget.slots() }),
+                |budget| json!({ "context": arch.max_context.min(DEFAULT_CONTEXT), "total": budget.total, "resident": budget.resident, "saved_by_quantizing": budget.saved, "experts": budget.experts(), "slots": budget.slots() }),
             ),
             "disk": {
                 "fs": self.disk.file_system,

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use crate::checkpoint::{Arch, Checkpoint};
 use crate::engine::stop::StopMatcher;
 use crate::engine::{EngineError, Job};
+use crate::model::load::LoadError;
 use crate::model::tokenizer::{Tokenizer, TokenizerError};
 
-use super::args::{ModelArgs, RunArgs};
+use super::args::{EngineArgs, ModelArgs, RunArgs, WidthArgs};
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::usage::Usage;
@@ -98,10 +99,15 @@ pub fn open_checkpoint(
     Ok(checkpoint)
 }
 
-/// Opens the model of a command that only looks at it, with the settings that `run` would have; none when its conversion
-/// was interrupted.
-pub fn open_model(args: &ModelArgs, machine: &Machine) -> Result<Option<(Checkpoint, RunConfig)>, Failure> {
-    let run = RunArgs { quiet: true, ..args.run() };
+/// Opens the model of a command that only looks at it, with the settings that `run` would have with these widths; none
+/// when its conversion was interrupted.
+pub fn open_model(
+    args: &ModelArgs,
+    widths: WidthArgs,
+    machine: &Machine,
+) -> Result<Option<(Checkpoint, RunConfig)>, Failure> {
+    let run = args.run();
+    let run = RunArgs { quiet: true, engine: EngineArgs { widths, ..run.engine }, ..run };
     let mut config = config::decide(&run, machine)?;
     Ok(open_checkpoint(&run, &mut config, machine)?.map(|checkpoint| (checkpoint, config)))
 }
@@ -133,7 +139,9 @@ impl Files {
 
 /// A failure of the engine: of what was asked for, where that is at fault.
 pub fn engine_failure(error: EngineError) -> Failure {
-    use EngineError::{Context, EmptyPrompt, NoIndexer, NoIsa, OneForm, PromptTooLong, Sampling, TokenOutOfRange};
+    use EngineError::{
+        Context, EmptyPrompt, NoIndexer, NoIsa, OneForm, PromptTooLong, Resident, Sampling, TokenOutOfRange,
+    };
     let mut failure = Failure::of(&error);
     if matches!(&error, EngineError::Mirror(e) if e.is_choice())
         || matches!(
@@ -141,6 +149,7 @@ pub fn engine_failure(error: EngineError) -> Failure {
             NoIsa(_)
                 | NoIndexer
                 | OneForm
+                | Resident(LoadError::Requantized { .. })
                 | Context { .. }
                 | EmptyPrompt
                 | PromptTooLong { .. }

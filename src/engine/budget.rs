@@ -25,6 +25,8 @@ pub struct Budget {
     pub program: u64,
     /// Weights that stay in memory.
     pub resident: u64,
+    /// What those would take more as they are stored; 0 where none is quantized while it is loaded.
+    pub saved: u64,
     /// Key-value cache of the whole context.
     pub kv: u64,
     /// Rebuilt keys and values of explicit attention; 0 where it is never used.
@@ -62,9 +64,30 @@ impl Slabs {
 #[error("the model needs {} of memory and {} may be used: {}", shown(self.needed()), shown(least.total), least.parts())]
 pub struct TooSmall {
     /// The division with as few slabs as work; its total is what may be used.
-    pub least: Budget,
+    pub least: Box<Budget>,
     /// Whether it is the user who allows no more, and not the machine.
     pub by_user: bool,
+    /// What quantizing weights while they are loaded would save, where it would.
+    pub narrower: Option<Narrower>,
+}
+
+/// Resident weights that could take less memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Narrower {
+    /// In 8 bits they would take so many bytes less.
+    pub saves: u64,
+    /// Whether attention, dense and shared layers would.
+    pub dense: bool,
+    /// Whether embeddings and head would.
+    pub io: bool,
+}
+
+impl fmt::Display for Narrower {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let flags = [(self.dense, "--dense-bits 8"), (self.io, "--io-bits 8")];
+        let flags: Vec<&str> = flags.into_iter().filter(|(saves, _)| *saves).map(|(_, flag)| flag).collect();
+        write!(f, "{} quantizes weights while they are loaded, which saves {}", flags.join(" "), shown(self.saves))
+    }
 }
 
 impl TooSmall {
@@ -91,6 +114,8 @@ pub struct Demand<'a> {
     pub program: u64,
     /// Weights that stay in memory.
     pub resident: u64,
+    /// What those would take more as they are stored.
+    pub saved: u64,
     /// Key-value cache.
     pub kv: u64,
     /// Rebuilt keys and values.
@@ -112,6 +137,7 @@ impl Demand<'_> {
             total: 0,
             program: self.program,
             resident: self.resident,
+            saved: self.saved,
             kv: self.kv,
             reconstruction: self.reconstruction,
             activations: self.activations,
@@ -148,7 +174,11 @@ impl Budget {
         let total = d.ram.unwrap_or(default_total(d.available));
         let least = d.with_slabs(MIN_SLABS as u64);
         let Some(spare) = total.checked_sub(least.total) else {
-            return Err(TooSmall { least: Budget { total, ..least }, by_user: d.ram.is_some() });
+            return Err(TooSmall {
+                least: Box::new(Budget { total, ..least }),
+                by_user: d.ram.is_some(),
+                narrower: None,
+            });
         };
         let page_cache = PAGE_CACHE_RESERVE_BYTES.min(d.buffered).min(spare / 2);
         let slabs = d.share(total - least.fixed() - page_cache);
@@ -185,8 +215,12 @@ impl Budget {
             format!("{count} slab{} of {}", if *count == 1 { "" } else { "s" }, shown(*bytes))
         };
         let slabs: Vec<String> = self.slabs.iter().map(slabs).collect();
+        let stored = match self.saved {
+            0 => String::new(),
+            saved => format!(" (of {} stored)", shown(self.resident + saved)),
+        };
         format!(
-            "{} program + {} resident + {} KV + {} attention + {} activations + {page_cache}{} experts ({})",
+            "{} program + {} resident{stored} + {} KV + {} attention + {} activations + {page_cache}{} experts ({})",
             shown(self.program),
             shown(self.resident),
             shown(self.kv),
@@ -224,6 +258,7 @@ mod tests {
         available: 100_000,
         program: 50,
         resident: 350,
+        saved: 0,
         kv: 100,
         reconstruction: 0,
         activations: 60,

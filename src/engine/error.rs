@@ -10,7 +10,7 @@ use crate::checkpoint::mirror::MirrorError;
 use crate::checkpoint::verify::Damage;
 use crate::forward::ForwardError;
 use crate::kernels::Isa;
-use crate::model::resident::ResidentError;
+use crate::model::load::LoadError;
 use crate::store::{StoreError, TableError};
 
 /// See the module's description.
@@ -27,7 +27,7 @@ pub enum EngineError {
     Io(#[from] IoError),
     /// Resident weights could not be loaded.
     #[error(transparent)]
-    Resident(#[from] ResidentError),
+    Resident(#[from] LoadError),
     /// The cancel flag was found up while the model was loaded.
     #[error("cancelled while the model was loaded")]
     Cancelled,
@@ -113,7 +113,7 @@ pub enum EngineError {
 impl EngineError {
     /// Whether nothing is wrong but that the cancel flag was up while the model was loaded.
     pub fn is_cancelled(&self) -> bool {
-        matches!(self, EngineError::Cancelled | EngineError::Resident(ResidentError::Cancelled))
+        matches!(self, EngineError::Cancelled | EngineError::Resident(LoadError::Cancelled))
     }
 
     /// Whether the model's files are at fault, so that other copies of them would do.
@@ -122,7 +122,9 @@ impl EngineError {
             EngineError::Checkpoint(_) | EngineError::Table(_) | EngineError::Sample(_) | EngineError::Damaged(_) => {
                 true
             }
-            EngineError::Resident(e) => !matches!(e, ResidentError::Memory { .. } | ResidentError::Cancelled),
+            EngineError::Resident(e) => {
+                !matches!(e, LoadError::Memory { .. } | LoadError::Cancelled | LoadError::Requantized { .. })
+            }
             EngineError::Forward(e) => {
                 matches!(
                     e,
@@ -137,15 +139,20 @@ impl EngineError {
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
         match self {
-            EngineError::Checkpoint(e) | EngineError::Resident(ResidentError::Checkpoint(e)) => Some(e.hint().into()),
+            EngineError::Checkpoint(e) | EngineError::Resident(LoadError::Checkpoint(e)) => Some(e.hint().into()),
+            EngineError::Resident(LoadError::Requantized { .. }) => Some(
+                "give it no narrower width than it has (--dense-bits, --io-bits, --mtp-bits, --indexer-bits), or convert \
+                 the original weights"
+                    .into(),
+            ),
             EngineError::Mirror(e) => Some(e.hint().into()),
-            EngineError::Resident(ResidentError::Memory { .. }) => Some(
+            EngineError::Resident(LoadError::Memory { .. }) => Some(
                 "the weights that stay in memory take as much whatever --ram is: free memory, or raise `ulimit -v` or the \
                  cgroup's memory.max"
                     .into(),
             ),
             EngineError::Io(e)
-            | EngineError::Resident(ResidentError::Read { source: e, .. })
+            | EngineError::Resident(LoadError::Read { source: e, .. })
             | EngineError::Table(TableError { source: e, .. })
             | EngineError::Forward(ForwardError::Store(StoreError::Read { source: e, .. } | StoreError::Device(e))) => {
                 e.hint()
@@ -157,13 +164,19 @@ impl EngineError {
                 "run again without the copy that the warning names: leave that --mirror out, or copy its files anew"
                     .into(),
             ),
-            EngineError::TooSmall(e) if e.by_user => {
-                Some(format!("the smallest --ram that works is {}; a shorter context (-c) needs less", e.typed()))
+            EngineError::TooSmall(e) => {
+                let less = e.narrower.map_or_else(String::new, |narrower| format!("; {narrower}"));
+                Some(match e.by_user {
+                    true => format!(
+                        "the smallest --ram that works is {}; a shorter context (-c) needs less{less}",
+                        e.typed()
+                    ),
+                    false => format!(
+                        "free memory, or shorten the context with -c; the smallest --ram that works is {}{less}",
+                        e.typed()
+                    ),
+                })
             }
-            EngineError::TooSmall(e) => Some(format!(
-                "free memory, or shorten the context with -c; the smallest --ram that works is {}",
-                e.typed()
-            )),
             EngineError::NoIsa(_) => Some("leave --kernels out: the best one is found by itself".into()),
             EngineError::PromptTooLong { .. } => Some("raise -c, or shorten the prompt".into()),
             EngineError::OneForm => Some("leave --attention out".into()),

@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use millstream_io::{Access, Device, DeviceConfig, FileId, FileSet, SlabPool, open_device, settle};
 
 use crate::checkpoint::arch::Arch;
+use crate::checkpoint::convert::{Width, Widths};
 use crate::checkpoint::{Checkpoint, ExpertSource, mirror};
 pub use crate::forward::stages::StageGraph;
 use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, latent_shape, rope_of};
@@ -32,7 +33,8 @@ pub use crate::forward::{Guess, GuessFrom, GuessRule, Observer};
 use crate::kernels::{Kernels, Team};
 use crate::limits::{EXPERT_RECORD_BYTES, TENSOR_INDEX_BYTES, TIMELINE_EVENTS_MAX};
 use crate::meter::{Lap, Meter};
-use crate::model::resident::{Piece, Plan, fill};
+use crate::model::load::{Content, Piece, fill};
+use crate::model::resident::Plan;
 pub use crate::ops::Activations;
 use crate::ops::Compute;
 use crate::ops::room::Room;
@@ -40,7 +42,7 @@ use crate::ops::rope::Rope;
 pub use crate::store::policy::PolicyKind;
 use crate::store::{ExpertStore, ExpertTable, ReadRecord, SlabSize, trace};
 pub use crate::store::{Hung, Notice, Verify, Watch};
-use budget::{Budget, Demand, Slabs};
+use budget::{Budget, Demand, Narrower, Slabs, TooSmall};
 pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory};
 pub use error::EngineError;
 pub use forced::Forced;
@@ -120,6 +122,7 @@ impl Engine {
         notes.extend(p.files.describe());
         notes.push(p.budget.to_string());
         notes.extend(scales::note(&p.table));
+        notes.extend(narrow_note(&p.plan));
         let kept = p.table.kept_scales().clone();
         let (checks, note) = integrity::prepare(config, &checkpoint, &p.files, &p.table, device, cancel)?;
         notes.extend(note);
@@ -140,11 +143,12 @@ impl Engine {
         }
         // After the slabs: reading the weights fills memory with pages of their files, and leaves none in pieces as large as
         // slabs want.
-        let resident = p.plan.load(cancel)?;
+        let resident = p.plan.load(config.threads, cancel)?;
         if kept.bytes > 0 {
-            let piece = |(span, at)| Piece { tensor: "scales of experts".to_owned(), span, at };
+            let piece =
+                |(span, at)| Piece { tensor: "scales of experts".to_owned(), at, content: Content::Stored(span) };
             let pieces: Vec<Piece> = kept.pieces.into_iter().map(piece).collect();
-            experts.store.set_scales(fill(&p.files, &pieces, kept.bytes, cancel)?);
+            experts.store.set_scales(fill(&p.files, &pieces, kept.bytes, config.threads, cancel)?);
         }
         let opened_in = checkpoint.took();
         let traced = traced::header(&checkpoint, &experts.store);
@@ -272,7 +276,7 @@ impl Prepared {
         let layers = arch.layers.len();
         let drafts = arch.mtp.is_some() && config.load_mtp;
         let build = |keep| ExpertTable::build(&checkpoint.experts, &files, |layer| layer < layers || drafts, keep);
-        let plan = Plan::new(checkpoint, files.clone(), config.load_mtp)?;
+        let plan = Plan::new(checkpoint, files.clone(), config.load_mtp, &config.resident)?;
 
         let (rows, threads) = (config.prefill_rows.min(context), config.threads);
         let (prompt_form, decode_form) = forms_of(config.attention, arch)?;
@@ -292,13 +296,17 @@ impl Prepared {
             bytes: SlabPool::stride_bytes(size.slab_bytes) as u64,
             count: size.experts as u64,
         };
-        let (kv, activations, buffered) = (KvCache::bytes(arch, context, sparse), room.bytes(), cached_bytes(&files));
+        let (kv, buffered) = (KvCache::bytes(arch, context, sparse), cached_bytes(&files));
+        // The cache of the context is made once loading has given its own memory back.
+        room.add(plan.scratch_bytes(threads).saturating_sub(kv as usize));
+        let activations = room.bytes();
         let divided = |table: &ExpertTable| {
             let demand = Demand {
                 ram: None,
                 available: config.available_bytes,
                 program: config.program_bytes + index_bytes(checkpoint, table),
                 resident: (plan.bytes() + table.kept_scales().bytes) as u64,
+                saved: plan.stored_bytes().saturating_sub(plan.bytes()) as u64,
                 kv,
                 reconstruction: (rebuilt * size_of::<f32>()) as u64,
                 activations,
@@ -308,7 +316,12 @@ impl Prepared {
             };
             divide(config, &demand)
         };
-        let (table, budget) = scales::choose(config, build, divided)?;
+        let (table, budget) = scales::choose(config, build, divided).map_err(|error| match error {
+            EngineError::TooSmall(e) => {
+                EngineError::TooSmall(TooSmall { narrower: narrower(&plan, &config.resident), ..e })
+            }
+            other => other,
+        })?;
         Ok(Prepared {
             context,
             sparse,
@@ -326,6 +339,22 @@ impl Prepared {
             budget,
         })
     }
+}
+
+/// Whether resident weights would take less memory, were those that have no width quantized to 8 bits.
+fn narrower(plan: &Plan, widths: &Widths) -> Option<Narrower> {
+    let eight = Some(Width::Bits8);
+    let now = plan.bytes_in(widths)?;
+    let saved = |asked: Widths| Some(now.saturating_sub(plan.bytes_in(&asked)?) as u64);
+    let dense = saved(Widths { dense: widths.dense.or(eight), ..*widths })?;
+    let io = saved(Widths { io: widths.io.or(eight), ..*widths })?;
+    (dense + io > 0).then_some(Narrower { saves: dense + io, dense: dense > 0, io: io > 0 })
+}
+
+fn narrow_note(plan: &Plan) -> Option<String> {
+    let (count, all) = (plan.narrow(), plan.matrices());
+    (count > 0)
+        .then(|| format!("{count} of {all} weights in memory are stored as narrow as asked, or narrower, and stay"))
 }
 
 /// Fails where the flag is up.

@@ -9,8 +9,9 @@
 use std::collections::BTreeMap;
 
 use crate::checkpoint::arch::MlpKind;
+use crate::checkpoint::convert::Widths;
 use crate::checkpoint::{Checkpoint, ExpertSource, Part};
-use crate::kernels::Format;
+use crate::kernels::{Format, MatrixSpec};
 
 /// Shares of the time at which one side is said to bind alone.
 const ALONE: f64 = 1.25;
@@ -41,8 +42,8 @@ pub struct Work {
 }
 
 impl Work {
-    /// The work of a token of `checkpoint`.
-    pub fn of(checkpoint: &Checkpoint) -> Work {
+    /// The work of a token of `checkpoint`, whose resident weights are held in `widths`.
+    pub fn of(checkpoint: &Checkpoint, widths: &Widths) -> Work {
         let arch = &checkpoint.arch;
         let layers = arch.layers.iter().filter(|layer| layer.mlp == MlpKind::Sparse).count() as u64;
         let [mut once, mut before, mut shared, mut expert] = <[Bytes; 4]>::default();
@@ -59,7 +60,10 @@ impl Work {
             };
             // Opening the model resolved every one of them.
             if let Ok(source) = tensor.source(&checkpoint.tensors) {
-                *into.entry(source.spec.format).or_default() += source.spec.data_bytes() as u64;
+                let MatrixSpec { format, rows, cols } = source.spec;
+                // And what cannot be held so was refused when memory was divided.
+                let held = widths.held(tensor.role, cols, format).unwrap_or(format);
+                *into.entry(held).or_default() += held.data_bytes(rows, cols) as u64;
             }
         }
         let mut experts = 0;

@@ -1,6 +1,7 @@
 //! What surrounds the weights of a model: its tokenizer, its chat template, its text as it streams out.
 
 pub mod detokenizer;
+pub mod load;
 mod pyjson;
 pub mod resident;
 pub mod template;

@@ -2,48 +2,20 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
-use millstream_io::{Arena, FileSet, FileSpan, IoError};
-use thiserror::Error;
+use millstream_io::{Arena, FileSet, FileSpan};
 
+use super::load::{Content, LoadError, Piece, fill, scratch_bytes};
 use super::weights::{
     AttentionWeights, FullWeights, IndexerWeights, LatentWeights, Layer, Matrix, Mlp, MlpWeights, Mtp,
 };
 use crate::checkpoint::arch::{Arch, AttentionArch, IndexerKind, LayerArch, MlpKind};
-use crate::checkpoint::{Checkpoint, CheckpointError, MatrixSource, Shape};
-use crate::kernels::{Kernels, WeightRef};
-use crate::limits::LOAD_PART_BYTES;
-
-/// Why the resident weights could not be loaded.
-#[derive(Debug, Error)]
-pub enum ResidentError {
-    /// A tensor is not as the architecture needs it.
-    #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
-    /// Its bytes could not be read.
-    #[error("cannot read tensor {tensor}")]
-    Read {
-        /// Tensor name.
-        tensor: String,
-        /// What failed.
-        #[source]
-        source: IoError,
-    },
-    /// No memory for the weights.
-    #[error("cannot hold {bytes} bytes of resident weights")]
-    Memory {
-        /// Bytes asked for.
-        bytes: usize,
-        /// What failed.
-        #[source]
-        source: IoError,
-    },
-    /// The cancel flag was found up.
-    #[error("cancelled while the weights were read")]
-    Cancelled,
-}
+use crate::checkpoint::convert::Widths;
+use crate::checkpoint::required::Role;
+use crate::checkpoint::{Checkpoint, MatrixSource, Required};
+use crate::kernels::{Kernels, MatrixSpec, WeightRef};
 
 /// All resident weights of a model.
 pub struct Resident {
@@ -66,6 +38,10 @@ pub struct Plan {
     files: Arc<FileSet>,
     pieces: Vec<Piece>,
     bytes: usize,
+    /// Every matrix as it is stored, and what it is for.
+    stored: Vec<(Role, MatrixSpec)>,
+    /// Matrices that were to become what they are too narrow for.
+    narrow: usize,
     model: Parts,
 }
 
@@ -79,11 +55,18 @@ struct Parts {
 }
 
 impl Plan {
-    /// Places every resident matrix of `checkpoint`; vectors (norms, biases) are small and read here.
-    pub fn new(checkpoint: &Checkpoint, files: Arc<FileSet>, with_mtp: bool) -> Result<Plan, ResidentError> {
+    /// Places every resident matrix of `checkpoint`, those with a width in what that makes of them; vectors (norms, biases)
+    /// are small and read here.
+    pub fn new(
+        checkpoint: &Checkpoint,
+        files: Arc<FileSet>,
+        with_mtp: bool,
+        widths: &Widths,
+    ) -> Result<Plan, LoadError> {
         let arch = &checkpoint.arch;
-        let shapes = Checkpoint::shapes(arch);
-        let mut p = Placer { checkpoint, shapes, files: &files, pieces: vec![], bytes: 0 };
+        let required = Checkpoint::resident(arch).map(|tensor| (tensor.name.clone(), tensor)).collect();
+        let mut p =
+            Placer { checkpoint, required, files: &files, widths, pieces: vec![], bytes: 0, stored: vec![], narrow: 0 };
         let embed = p.matrix("model.embed_tokens.weight")?;
         let head = match arch.tied_head {
             true => embed.clone(),
@@ -97,8 +80,8 @@ impl Plan {
             None => None,
         };
         let model = Parts { embed, head, final_norm, layers, mtp };
-        let Placer { pieces, bytes, .. } = p;
-        Ok(Plan { files, pieces, bytes, model })
+        let Placer { pieces, bytes, stored, narrow, .. } = p;
+        Ok(Plan { files, pieces, bytes, stored, narrow, model })
     }
 
     /// Bytes of all matrices.
@@ -106,9 +89,37 @@ impl Plan {
         self.bytes
     }
 
-    /// Reads them all into one arena; `cancel` is looked at every few megabytes.
-    pub fn load(self, cancel: &AtomicBool) -> Result<Resident, ResidentError> {
-        let arena = fill(&self.files, &self.pieces, self.bytes, cancel)?;
+    /// Bytes that they would take as they are stored.
+    pub fn stored_bytes(&self) -> usize {
+        self.stored.iter().map(|(_, spec)| spec.format.total_bytes(spec.rows, spec.cols)).sum()
+    }
+
+    /// Bytes that they would take in these widths; `None` where one is stored so that it cannot be had in its width.
+    pub fn bytes_in(&self, widths: &Widths) -> Option<usize> {
+        let of = |(role, spec): &(Role, MatrixSpec)| {
+            widths.held(*role, spec.cols, spec.format).ok().map(|held| held.total_bytes(spec.rows, spec.cols))
+        };
+        self.stored.iter().map(of).sum()
+    }
+
+    /// How many there are.
+    pub fn matrices(&self) -> usize {
+        self.stored.len()
+    }
+
+    /// Matrices that stay as they are although something wider, or another format as wide, was asked for.
+    pub fn narrow(&self) -> usize {
+        self.narrow
+    }
+
+    /// Bytes that loading takes besides, where `threads` compute.
+    pub fn scratch_bytes(&self, threads: usize) -> usize {
+        scratch_bytes(&self.pieces, threads)
+    }
+
+    /// Loads them all into one arena, quantizing in as many as `threads`; `cancel` is looked at every few megabytes.
+    pub fn load(self, threads: usize, cancel: &AtomicBool) -> Result<Resident, LoadError> {
+        let arena = fill(&self.files, &self.pieces, self.bytes, threads, cancel)?;
         let Parts { embed, head, final_norm, layers, mtp } = self.model;
         Ok(Resident { arena, bytes: self.bytes, embed, head, final_norm, layers, mtp })
     }
@@ -127,66 +138,87 @@ impl Resident {
     }
 }
 
-/// A piece of an arena and the file range that fills it.
-pub struct Piece {
-    /// What it is, for an error.
-    pub tensor: String,
-    /// The bytes.
-    pub span: FileSpan,
-    /// Where in the arena.
-    pub at: usize,
-}
-
 /// Gives each matrix its place in the arena.
 struct Placer<'a> {
     checkpoint: &'a Checkpoint,
-    /// Shapes of all tensors by name: only what is in the list of required tensors can be placed.
-    shapes: HashMap<String, Shape>,
+    /// All tensors by name: only what is in the list of required tensors can be placed.
+    required: HashMap<String, Required>,
     files: &'a FileSet,
+    widths: &'a Widths,
     pieces: Vec<Piece>,
     bytes: usize,
+    stored: Vec<(Role, MatrixSpec)>,
+    narrow: usize,
 }
 
 impl Placer<'_> {
-    fn matrix(&mut self, name: &str) -> Result<Matrix, ResidentError> {
+    fn matrix(&mut self, name: &str) -> Result<Matrix, LoadError> {
         let source = self.source(name)?;
-        let data = self.place(name, source.data);
-        let scales = source.scales.map_or(0..0, |s| self.place(name, s));
-        Ok(Matrix { spec: source.spec, data, scales })
+        let (spec, role) = (source.spec, self.required(name).role);
+        self.stored.push((role, spec));
+        let held = self.widths.held(role, spec.cols, spec.format).map_err(|asked| LoadError::Requantized {
+            file: self.files.path(source.data.file).display().to_string(),
+            tensor: name.to_owned(),
+            stored: spec.format,
+            asked,
+        })?;
+        if held == spec.format {
+            self.narrow += usize::from(self.widths.target(role, spec.cols, held).is_some_and(|asked| asked != held));
+            let data = self.read(name, source.data);
+            let scales = source.scales.map_or(0..0, |s| self.read(name, s));
+            return Ok(Matrix { spec, data, scales });
+        }
+        let spec = MatrixSpec { format: held, ..spec };
+        let (data, scales) = (self.place(spec.data_bytes()), self.place(spec.scale_bytes()));
+        let content = Content::Encoded { source, target: held, scales_at: scales.start };
+        self.pieces.push(Piece { tensor: name.to_owned(), at: data.start, content });
+        Ok(Matrix { spec, data, scales })
+    }
+
+    /// Room for bytes that stay as they are.
+    fn read(&mut self, tensor: &str, span: FileSpan) -> Range<usize> {
+        let room = self.place(span.len as usize);
+        self.pieces.push(Piece { tensor: tensor.to_owned(), at: room.start, content: Content::Stored(span) });
+        room
     }
 
     /// Reserves room that starts on a cache line.
-    fn place(&mut self, tensor: &str, span: FileSpan) -> Range<usize> {
+    fn place(&mut self, bytes: usize) -> Range<usize> {
         let at = self.bytes.next_multiple_of(64);
-        self.bytes = at + span.len as usize;
-        self.pieces.push(Piece { tensor: tensor.to_owned(), span, at });
+        self.bytes = at + bytes;
         at..self.bytes
     }
 
-    fn vector(&mut self, name: &str) -> Result<Vec<f32>, ResidentError> {
+    fn vector(&mut self, name: &str) -> Result<Vec<f32>, LoadError> {
         let MatrixSource { spec, data, .. } = self.source(name)?;
         let mut bytes = vec![0; data.len as usize];
         self.files
             .read_exact_at(data.file, data.offset, &mut bytes)
-            .map_err(|source| ResidentError::Read { tensor: name.to_owned(), source })?;
+            .map_err(|source| LoadError::Read { tensor: name.to_owned(), source })?;
         let mut values = vec![0.0; spec.cols];
         Kernels::best().decode_row(&WeightRef::new(spec, &bytes, &[]), 0, &mut values);
         Ok(values)
     }
 
-    fn source(&self, name: &str) -> Result<MatrixSource, ResidentError> {
-        let Some(shape) = self.shapes.get(name) else { unreachable!("{name} is not in the list of required tensors") };
-        Ok(shape.source(name, &self.checkpoint.tensors)?)
+    fn required(&self, name: &str) -> &Required {
+        let Some(tensor) = self.required.get(name) else {
+            unreachable!("{name} is not in the list of required tensors")
+        };
+        tensor
     }
 
-    fn optional(&mut self, name: &str) -> Result<Option<Matrix>, ResidentError> {
+    fn source(&self, name: &str) -> Result<MatrixSource, LoadError> {
+        Ok(self.required(name).source(&self.checkpoint.tensors)?)
+    }
+
+    fn optional(&mut self, name: &str) -> Result<Option<Matrix>, LoadError> {
         match self.checkpoint.tensors.get(name) {
             Some(_) => self.matrix(name).map(Some),
             None => Ok(None),
         }
     }
 
-    fn mlp(&mut self, prefix: &str) -> Result<Mlp, ResidentError> {
+    fn mlp(&mut self, prefix: &str) -> Result<Mlp, LoadError> {
         Ok(Mlp {
             gate: self.matrix(&format!("{prefix}.gate_proj.weight"))?,
             up: self.matrix(&format!("{prefix}.up_proj.weight"))?,
@@ -194,7 +226,7 @@ impl Placer<'_> {
         })
     }
 
-    fn layer(&mut self, arch: &Arch, index: usize, kind: LayerArch) -> Result<Layer, ResidentError> {
+    fn layer(&mut self, arch: &Arch, index: usize, kind: LayerArch) -> Result<Layer, LoadError> {
         let prefix = format!("model.layers.{index}");
         let mlp = match kind.mlp {
             MlpKind::Dense { .. } => MlpWeights::Dense(self.mlp(&format!("{prefix}.mlp"))?),
@@ -220,7 +252,7 @@ impl Placer<'_> {
         })
     }
 
-    fn attention(&mut self, arch: &Arch, prefix: &str, kind: LayerArch) -> Result<AttentionWeights, ResidentError> {
+    fn attention(&mut self, arch: &Arch, prefix: &str, kind: LayerArch) -> Result<AttentionWeights, LoadError> {
         Ok(match arch.attention {
             AttentionArch::Latent(_) => AttentionWeights::Latent(Box::new(self.latent(arch, prefix, kind)?)),
             AttentionArch::Full(_) => AttentionWeights::Full(Box::new(FullWeights {
@@ -234,7 +266,7 @@ impl Placer<'_> {
         })
     }
 
-    fn latent(&mut self, arch: &Arch, prefix: &str, kind: LayerArch) -> Result<LatentWeights, ResidentError> {
+    fn latent(&mut self, arch: &Arch, prefix: &str, kind: LayerArch) -> Result<LatentWeights, LoadError> {
         let indexer = match (kind.indexer, arch.indexer) {
             (IndexerKind::Full, Some(_)) => Some(IndexerWeights {
                 wq_b: self.matrix(&format!("{prefix}.indexer.wq_b.weight"))?,
@@ -257,7 +289,7 @@ impl Placer<'_> {
         })
     }
 
-    fn mtp(&mut self, arch: &Arch, kind: LayerArch) -> Result<Mtp, ResidentError> {
+    fn mtp(&mut self, arch: &Arch, kind: LayerArch) -> Result<Mtp, LoadError> {
         let index = arch.layers.len();
         let prefix = format!("model.layers.{index}");
         Ok(Mtp {
@@ -272,57 +304,6 @@ impl Placer<'_> {
     }
 }
 
-/// Allocates an arena and reads all pieces, which do not overlap and come in order, from as many threads as can be had, each
-/// a run of the arena of its own.
-pub fn fill(files: &FileSet, pieces: &[Piece], bytes: usize, cancel: &AtomicBool) -> Result<Arena, ResidentError> {
-    const READERS: usize = 4;
-    type Job<'a, 'b> = Vec<(&'a Piece, &'b mut [u8])>;
-    let mut arena = Arena::new(bytes.max(1)).map_err(|source| ResidentError::Memory { bytes, source })?;
-    let mut jobs: Vec<Job> = (0..READERS).map(|_| vec![]).collect();
-    let (mut rest, mut at) = (arena.as_mut_slice(), 0);
-    let share = bytes / READERS + 1;
-    for piece in pieces {
-        let (_, tail) = rest.split_at_mut(piece.at - at);
-        let (own, tail) = tail.split_at_mut(piece.span.len as usize);
-        jobs[piece.at / share].push((piece, own));
-        (rest, at) = (tail, piece.at + piece.span.len as usize);
-    }
-    let left = Mutex::new(jobs);
-    let next = || left.lock().unwrap_or_else(PoisonError::into_inner).pop();
-    let work = || -> Result<(), ResidentError> {
-        while let Some(job) = next() {
-            for (piece, out) in job {
-                read(files, piece, out, cancel)?;
-            }
-        }
-        Ok(())
-    };
-    std::thread::scope(|scope| {
-        // A thread that cannot be started leaves its job to the others; this one takes part and needs no starting.
-        let helpers: Vec<_> =
-            (1..READERS).map_while(|_| std::thread::Builder::new().spawn_scoped(scope, work).ok()).collect();
-        let own = work();
-        let all = helpers.into_iter().map(|r| r.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        all.fold(own, Result::and)
-    })?;
-    Ok(arena)
-}
-
-/// Reads a piece, a part at a time, so that nobody who cancels waits for a large tensor.
-fn read(files: &FileSet, piece: &Piece, out: &mut [u8], cancel: &AtomicBool) -> Result<(), ResidentError> {
-    let mut offset = piece.span.offset;
-    for part in out.chunks_mut(LOAD_PART_BYTES) {
-        if cancel.load(Ordering::Relaxed) {
-            return Err(ResidentError::Cancelled);
-        }
-        files
-            .read_exact_at(piece.span.file, offset, part)
-            .map_err(|source| ResidentError::Read { tensor: piece.tensor.clone(), source })?;
-        offset += part.len() as u64;
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -333,10 +314,10 @@ mod tests {
     fn weights_are_read_to_the_end_unless_somebody_cancels() {
         let checkpoint = Checkpoint::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")).unwrap();
         let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), IoMode::Buffered).unwrap());
-        let plan = || Plan::new(&checkpoint, files.clone(), false).unwrap();
-        let cancelled = plan().load(&AtomicBool::new(true)).err();
-        assert!(matches!(cancelled, Some(ResidentError::Cancelled)), "{cancelled:?}");
-        let resident = plan().load(&AtomicBool::new(false)).unwrap();
+        let plan = || Plan::new(&checkpoint, files.clone(), false, &Widths::default()).unwrap();
+        let cancelled = plan().load(1, &AtomicBool::new(true)).err();
+        assert!(matches!(cancelled, Some(LoadError::Cancelled)), "{cancelled:?}");
+        let resident = plan().load(1, &AtomicBool::new(false)).unwrap();
         let embedding = checkpoint.tensors.get("model.embed_tokens.weight").unwrap();
         let mut expected = vec![0; embedding.bytes as usize];
         files.read_exact_at(embedding.file, embedding.offset, &mut expected).unwrap();

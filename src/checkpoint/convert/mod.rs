@@ -5,8 +5,11 @@ mod plan;
 mod selftest;
 mod source;
 mod weights;
+mod widths;
 
 pub use options::{ConvertOptions, Width};
+pub(crate) use weights::{Rows, encode_row, rows_of};
+pub use widths::Widths;
 
 use super::consumed::{Lock, RECORD_NAME, Record};
 use super::error::{CheckpointError, Result, Way, is_there};

@@ -1,6 +1,6 @@
 //! What a conversion is asked to do.
 
-use crate::checkpoint::container::GROUP_SIZES;
+use super::widths::Widths;
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::required::Role;
 use crate::checkpoint::write::Cancel;
@@ -92,55 +92,39 @@ impl Default for ConvertOptions {
 impl ConvertOptions {
     /// Everything that decides the output's bytes, as one line.
     pub fn parameters(&self) -> String {
-        if self.repack {
-            return "repack".to_owned();
+        if self.repack { "repack".to_owned() } else { self.widths().to_string() }
+    }
+
+    /// The widths of every kind of weight.
+    fn widths(&self) -> Widths {
+        Widths {
+            experts: Some(self.experts),
+            dense: Some(self.dense),
+            io: Some(self.io_bits),
+            mtp: Some(self.mtp),
+            indexer: Some(self.indexer),
+            group: self.group,
         }
-        let group = self.group.map_or("row".to_owned(), |group| group.to_string());
-        format!(
-            "experts={} dense={} io={} mtp={} indexer={} group={group}",
-            self.experts, self.dense, self.io_bits, self.mtp, self.indexer
-        )
     }
 
     /// Refuses a group that no reader would recognize, or that nothing would use.
     pub(crate) fn check(&self) -> Result<()> {
-        let Some(group) = self.group else { return Ok(()) };
-        let fault = |expected: String, found: String| {
-            Err(CheckpointError::ConvertOptions { what: "--group".to_owned(), expected, found })
-        };
-        if !GROUP_SIZES.contains(&group) {
-            let sizes = GROUP_SIZES.map(|size| size.to_string()).join(", ");
-            return fault(format!("one of {sizes}"), group.to_string());
+        match self.group {
+            Some(group) if self.repack => Err(CheckpointError::ConvertOptions {
+                what: "--group".to_owned(),
+                expected: format!("a 4-bit width for groups of {group} to apply to"),
+                found: self.parameters(),
+            }),
+            _ => self.widths().check(),
         }
-        let widths = [self.experts, self.dense, self.io_bits, self.mtp, self.indexer];
-        if self.repack || !widths.contains(&Width::Bits4) {
-            let expected = format!("a 4-bit width for groups of {group} to apply to");
-            return fault(expected, self.parameters());
-        }
-        Ok(())
     }
 
     /// The format for a weight of this role, `cols` wide and stored as `source`.
     pub(crate) fn target(&self, role: Role, cols: usize, source: Format) -> Format {
-        if self.repack {
-            return source;
-        }
-        let width = match role {
-            Role::Exact => return Format::F32,
-            Role::Io => self.io_bits,
-            Role::Indexer => self.indexer,
-            Role::Mtp => self.mtp,
-            Role::Expert => self.experts,
-            Role::Dense => self.dense,
-        };
-        match (width, self.group) {
-            (Width::Bits2, _) => Format::Int2Row,
-            // One group a row is the same bytes as a scale a row, and has that name.
-            (Width::Bits4, Some(group)) if cols > group.into() => Format::Int4Group { group },
-            (Width::Bits4, _) => Format::Int4Row,
-            (Width::Bits8, _) => Format::Int8Row,
-            (Width::Bits16, _) if source == Format::F16 => Format::F16,
-            (Width::Bits16, _) => Format::Bf16,
+        match self.widths().target(role, cols, source) {
+            _ if self.repack => source,
+            Some(target) => target,
+            None => Format::F32,
         }
     }
 }

@@ -30,11 +30,24 @@ pub(crate) struct Encoder<'a> {
 }
 
 /// Rows of a matrix that are read and encoded together.
-struct Rows {
-    first: usize,
-    spec: MatrixSpec,
+pub(crate) struct Rows {
+    /// Number of the first.
+    pub first: usize,
+    /// How many there are, and how they are stored.
+    pub spec: MatrixSpec,
     /// Their weights and, where the source has them, their scales and the factor of the whole matrix.
-    spans: Vec<FileSpan>,
+    pub spans: Vec<FileSpan>,
+}
+
+impl Rows {
+    /// The rows over their bytes, as they were read; of what the source does not have there is none.
+    pub fn weights<'a>(&self, data: &'a [u8], scales: &'a [u8], factor: &[u8]) -> WeightRef<'a> {
+        let weights = WeightRef::new(self.spec, data, scales);
+        match factor.as_chunks().0 {
+            [factor] => weights.with_factor(f32::from_le_bytes(*factor)),
+            _ => weights,
+        }
+    }
 }
 
 impl Weights for Encoder<'_> {
@@ -42,7 +55,7 @@ impl Weights for Encoder<'_> {
     fn begin(&mut self, shard: &ShardPlan) -> Result<()> {
         let mut pieces = Vec::new();
         for item in shard.runs.iter().flat_map(|run| &run.items) {
-            pieces.extend(rows_of(&source_of(item, self.source)?).map(|rows| rows.spans));
+            pieces.extend(rows_of(&source_of(item, self.source)?, CONVERT_PIECE_BYTES).map(|rows| rows.spans));
         }
         let mut files: BTreeMap<FileId, FileId> =
             pieces.iter().flatten().map(|span: &FileSpan| (span.file, FileId(0))).collect();
@@ -56,7 +69,7 @@ impl Weights for Encoder<'_> {
     fn write(&mut self, item: &Item, put: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<Vec<u8>> {
         let source = source_of(item, self.source)?;
         let mut scales = Vec::with_capacity(4 * item.scale_count() as usize);
-        for rows in rows_of(&source) {
+        for rows in rows_of(&source, CONVERT_PIECE_BYTES) {
             let Some(ahead) = &mut self.ahead else { unreachable!("a shard is begun before its items are asked for") };
             let piece = ahead.next(&mut || put(&[]))?;
             let (data, data_scales) = (piece.bytes(0), piece.bytes(1));
@@ -66,11 +79,7 @@ impl Weights for Encoder<'_> {
                 scales.extend_from_slice(data_scales);
                 continue;
             }
-            let weights = WeightRef::new(rows.spec, data, data_scales);
-            let weights = match piece.bytes(2).as_chunks().0 {
-                [factor] => weights.with_factor(f32::from_le_bytes(*factor)),
-                _ => weights,
-            };
+            let weights = rows.weights(data, data_scales, piece.bytes(2));
             self.encode(item.target, &weights).map_err(|(row, col, value)| CheckpointError::NotFinite {
                 file: self.source.path(source.data.file).to_owned(),
                 tensor: item.name.clone(),
@@ -158,12 +167,12 @@ pub(crate) fn source_of(item: &Item, tensors: &TensorMap) -> Result<MatrixSource
     item.shape.source(&item.name, tensors)
 }
 
-/// The rows of a matrix, in pieces of about [`CONVERT_PIECE_BYTES`].
-fn rows_of(source: &MatrixSource) -> impl Iterator<Item = Rows> {
+/// The rows of a matrix, in pieces of about `piece_bytes`.
+pub(crate) fn rows_of(source: &MatrixSource, piece_bytes: usize) -> impl Iterator<Item = Rows> + use<> {
     let MatrixSource { spec: MatrixSpec { format, rows, cols }, data, scales, factor } = *source;
     // FP8 scales cover blocks of rows, so that a piece begins on a block.
     let block = if format == Format::Fp8Block { FP8_BLOCK } else { 1 };
-    let count = (CONVERT_PIECE_BYTES / format.row_bytes(cols).max(1) / block * block).max(block);
+    let count = (piece_bytes / format.row_bytes(cols).max(1) / block * block).max(block);
     (0..rows).step_by(count).map(move |first| {
         let spec = MatrixSpec { format, rows: count.min(rows - first), cols };
         let part = |span: FileSpan, at: usize, len: usize| FileSpan {
@@ -178,7 +187,7 @@ fn rows_of(source: &MatrixSource) -> impl Iterator<Item = Rows> {
 }
 
 /// Encodes one row; the error is the column and value that cannot be stored. F32 takes any value as it is.
-fn encode_row(
+pub(crate) fn encode_row(
     target: Format,
     values: &[f32],
     data: &mut [u8],

@@ -83,7 +83,8 @@ pub fn memory(
         }
     }
     let (_, error) = refused?;
-    let hint = format!("free memory, or allow more: a short `run` works with --ram {}", error.typed());
+    let less = error.narrower.map_or_else(String::new, |narrower| format!("; {narrower}"));
+    let hint = format!("free memory, or allow more: a short `run` works with --ram {}{less}", error.typed());
     report.fail("memory", error.to_string(), Some(hint));
     None
 }

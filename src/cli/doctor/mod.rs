@@ -12,7 +12,7 @@ use serde_json::{Value as Json, json};
 use crate::checkpoint::Checkpoint;
 use crate::engine::config::DEFAULT_CONTEXT;
 
-use super::args::{DoctorArgs, RunArgs, plain_run};
+use super::args::{DoctorArgs, EngineArgs, RunArgs, plain_run};
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::tuning::{self, Lookup};
@@ -162,7 +162,9 @@ fn settle(args: &DoctorArgs, machine: &Machine, report: &mut Report) -> Result<(
     if let Some(dir) = given {
         config::check_model_dir(&dir, "-m").map_err(|failure| refuse("directory", failure))?;
     }
-    let decided = config::decide(&RunArgs { model: args.model.clone(), ..plain_run() }, machine);
+    let plain = plain_run();
+    let engine = EngineArgs { widths: args.widths, ..plain.engine };
+    let decided = config::decide(&RunArgs { model: args.model.clone(), engine, ..plain }, machine);
     let decided = decided.and_then(|config| config.check_memory(machine).map(|()| config));
     let config = decided.map_err(|failure| refuse("settings", failure))?;
     let dir = match &config.model {

@@ -15,7 +15,7 @@ use crate::engine::predict::{self, Drive, Prediction, Speeds, Work};
 use crate::engine::{Engine, EngineConfig, EngineError, Memory, StageGraph, Switch};
 use crate::kernels::Format;
 
-use super::args::{self, EngineArgs, Ram, RunArgs};
+use super::args::{self, EngineArgs, Ram, RunArgs, WidthArgs};
 use super::config::{self, RunConfig};
 use super::machine::Machine;
 use super::tuning::{self, Lookup};
@@ -42,6 +42,8 @@ pub struct PlanArgs {
     /// Memory for weights, context and cached experts, as a size or auto [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = args::parse_ram)]
     ram: Option<Ram>,
+    #[command(flatten)]
+    widths: WidthArgs,
     /// Tokens of context [default: 4096, or what the model has]
     #[arg(short, long, visible_alias = "context", value_name = "N", value_parser = args::parse_context)]
     ctx_size: Option<usize>,
@@ -77,6 +79,7 @@ pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
     let plain = args::plain_run();
     let engine = EngineArgs {
         ram: args.ram,
+        widths: args.widths,
         prefetch: args.prefetch,
         threads: args.threads,
         usage: args.usage.clone(),
@@ -149,7 +152,7 @@ impl Plan {
         let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure)?;
         let (usage, warning) = Usage::open(&config.usage, checkpoint, machine);
         warning.iter().for_each(|line| render::note(false, line));
-        let work = Work::of(checkpoint);
+        let work = Work::of(checkpoint, &engine.resident);
         let expert_bytes = checkpoint.token_expert_bytes() as f64 / (work.layers * work.top_k).max(1) as f64;
         let (drive, disk) = drive(args, checkpoint, &engine, expert_bytes, machine);
         let (kernels, doubled) = arithmetic(checkpoint, &work, &engine, config.threads, machine);

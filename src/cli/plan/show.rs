@@ -114,6 +114,7 @@ pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
             "source": plan.source,
             "program": budget.program,
             "resident": budget.resident,
+            "saved_by_quantizing": budget.saved,
             "kv": budget.kv,
             "working": budget.working,
             "reconstruction": budget.reconstruction,
