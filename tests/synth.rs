@@ -143,6 +143,7 @@ fn shapes_that_make_no_model_are_usage_errors() {
         (&["--experts", "7"], "expected at least the 8 that a token chooses, found 7"),
         (&["--layers", "2000"], "1..1024"),
         (&["--format", "fp8", "--dense-bits", "4"], "--format is fp8"),
+        (&["--shard-size", "1GB"], "--shard-size goes with --format fp8 or bf16"),
     ] {
         let output = millstream(&[&["synth"], flags, &["model"]].concat(), dir.path());
         let said = String::from_utf8(output.stderr).unwrap();
@@ -232,6 +233,32 @@ fn every_format_runs_and_converts() {
         }
     }
     assert_eq!("fp8".parse(), Ok(Precision::Fp8));
+}
+
+#[test]
+fn published_shards_end_behind_the_tensor_that_reaches_their_size() {
+    let dir = quick_dir();
+    let made = |flags: &[&str], name: &str| {
+        succeeds(&[&["synth", "-q", "--preset", "small", "--format", "bf16"], flags, &[name]].concat(), dir.path());
+        let mut tensors: Vec<(String, u64, Vec<u64>)> = Vec::new();
+        let checkpoint = Checkpoint::open(&dir.path().join(name)).unwrap();
+        for (number, path) in checkpoint.tensors.paths().iter().enumerate() {
+            let of_shard = checkpoint.tensors.iter().filter(|(_, tensor)| tensor.file.0 as usize == number);
+            let mut places: Vec<(u64, u64)> = of_shard.map(|(_, tensor)| (tensor.offset, tensor.bytes)).collect();
+            places.sort_unstable();
+            let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+            tensors.push((name, places.len() as u64, places.into_iter().map(|(_, bytes)| bytes).collect()));
+        }
+        tensors
+    };
+    let (one, many) = (made(&[], "one"), made(&["--shard-size", "300kB"], "many"));
+    assert_eq!((one.len(), one[0].0.as_str()), (1, "model-00001-of-00001.safetensors"));
+    assert!(many.len() > 3, "{} shards", many.len());
+    for (_, _, bytes) in &many[..many.len() - 1] {
+        let (all, last): (u64, u64) = (bytes.iter().sum(), *bytes.last().unwrap());
+        assert!(all >= 300_000 && all - last < 300_000, "{bytes:?}");
+    }
+    assert_eq!(many.iter().map(|shard| shard.1).sum::<u64>(), one[0].1);
 }
 
 #[test]

@@ -46,6 +46,9 @@ pub struct SynthArgs {
     /// With int4, the width of attention, dense and shared layers: 4 or 8 [default: 8]
     #[arg(long, value_name = "BITS", value_parser = parse_dense_bits)]
     dense_bits: Option<Width>,
+    /// With fp8 or bf16, bytes with which a shard ends, behind the tensor that reaches them [default: 5GB]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    shard_size: Option<u64>,
     /// Decides the weights
     #[arg(short, long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -61,6 +64,9 @@ pub struct SynthArgs {
 pub fn synth(args: &SynthArgs) -> Result<Done, Failure> {
     if args.dense_bits.is_some() && args.format != Precision::Int4 {
         return Err(Failure::usage(format!("--dense-bits is a width in int4 models, and --format is {}", args.format)));
+    }
+    if args.shard_size.is_some() && (args.format == Precision::Int4 || args.sparse_experts) {
+        return Err(Failure::usage("--shard-size goes with --format fp8 or bf16, and without --sparse-experts"));
     }
     let options = SynthOptions { cancel: Some(Cancel(interrupt::watch()?)), ..options(args) };
     let (start, place) = (Instant::now(), args.destination.display());
@@ -106,6 +112,7 @@ fn options(args: &SynthArgs) -> SynthOptions {
         mtp: args.mtp,
         precision: args.format,
         dense: args.dense_bits.unwrap_or(default.dense),
+        shard_bytes: args.shard_size.unwrap_or(default.shard_bytes),
         seed: args.seed,
         hollow_experts: args.sparse_experts,
         ..default

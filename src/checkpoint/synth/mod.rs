@@ -21,7 +21,7 @@ use std::str::FromStr;
 use weights::Generator;
 
 /// Bytes of a publisher's shard, about.
-const PUBLISHED_SHARD_BYTES: u64 = 5_000_000_000;
+pub const PUBLISHED_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// A model whose shapes are known: its `config.json`, without an MTP layer and without stop tokens, since drawn weights
 /// would end an answer anywhere.
@@ -100,6 +100,9 @@ pub struct SynthOptions {
     pub precision: Precision,
     /// Width of attention, dense MLPs and shared experts under [`Precision::Int4`].
     pub dense: Width,
+    /// Bytes with which a shard ends as publishers lay it out, behind the tensor that reaches them. Few layers in shards
+    /// that are small have what a whole model has: layers that share no shard.
+    pub shard_bytes: u64,
     /// Decides the weights.
     pub seed: u64,
     /// Leave the experts' shards as holes, which read as zeros: they take no space, and experts that add nothing.
@@ -121,6 +124,7 @@ impl SynthOptions {
             mtp: false,
             precision: Precision::Int4,
             dense: ConvertOptions::default().dense,
+            shard_bytes: PUBLISHED_SHARD_BYTES,
             seed: 0,
             hollow_experts: false,
             free_bytes: None,
@@ -177,8 +181,12 @@ impl SynthOptions {
 
     /// Everything that decides the bytes and is not in the shapes.
     fn parameters(&self) -> String {
-        let SynthOptions { preset, precision, dense, seed, hollow_experts, .. } = self;
-        format!("preset={} format={precision} dense={dense} seed={seed} hollow={hollow_experts}", preset.name)
+        let SynthOptions { preset, precision, dense, shard_bytes, seed, hollow_experts, .. } = self;
+        let shards = match *shard_bytes {
+            PUBLISHED_SHARD_BYTES => String::new(),
+            other => format!(" shards={other}"),
+        };
+        format!("preset={} format={precision} dense={dense}{shards} seed={seed} hollow={hollow_experts}", preset.name)
     }
 }
 
@@ -195,7 +203,7 @@ pub fn synth(dst: &Path, options: &SynthOptions, progress: &mut dyn FnMut(Progre
     }
     let mut shards = plan::shards(&arch, Checkpoint::required(&arch), &|tensor| Ok(options.item(tensor)))?;
     if options.precision != Precision::Int4 && !options.hollow_experts {
-        shards = plan::as_published(shards, PUBLISHED_SHARD_BYTES);
+        shards = plan::as_published(shards, options.shard_bytes);
     }
     shards.iter_mut().for_each(|shard| shard.hollow = shard.experts && options.hollow_experts);
     let identity = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(&config));
