@@ -127,6 +127,12 @@ fn unpack(bytes: &[u8], bits: u32, cols: usize) -> Vec<i32> {
     let per_byte = 8 / bits as usize;
     let code = |i: usize| match bits {
         8 => i32::from(bytes[i] as i8),
+        // Of each 64 columns 16 bytes of two low bits, then 8 bytes of high bits.
+        3 => {
+            let (bytes, i) = (&bytes[i / 64 * 24..], i % 64);
+            let (low, high) = (bytes[i / 4] >> (2 * (i % 4)) & 3, bytes[16 + i / 8] >> (i % 8) & 1);
+            i32::from(high << 2 | low) - 4
+        }
         _ => {
             let field = bytes[i / per_byte] >> (bits as usize * (i % per_byte)) & ((1 << bits) - 1);
             i32::from(field) - (1 << (bits - 1))
@@ -154,7 +160,8 @@ fn assert_values(src: &Path, dst: &Path, group: Option<usize>, bits: impl Fn(&st
         let scales = floats(&result[&format!("{name}.qs")].0.data);
         assert_eq!((stored.dtype.as_str(), stored.shape.len()), ("U8", 1), "{name}");
         let (row_bytes, groups) = (stored.data.len() / rows, cols.div_ceil(group));
-        assert_eq!(row_bytes, cols.div_ceil(8 / bits as usize), "{name}");
+        let expected_bytes = if bits == 3 { 24 * groups } else { cols.div_ceil(8 / bits as usize) };
+        assert_eq!(row_bytes, expected_bytes, "{name}");
         for row in 0..rows {
             let (codes, row_scales) = expected_row(&values[row * cols..][..cols], bits, group);
             assert_eq!(unpack(&stored.data[row * row_bytes..][..row_bytes], bits, cols), codes, "{name} row {row}");
@@ -263,6 +270,26 @@ fn sixteen_bits_keep_a_bf16_source_as_it_is() {
         }
     }
     assert_one_read_an_expert(&Checkpoint::open(dst.path()).unwrap());
+}
+
+#[test]
+fn three_bits_hold_the_weights_in_groups_of_sixty_four() {
+    let options = |group| ConvertOptions { experts: Width::Bits3, group, ..ConvertOptions::default() };
+    let routed = |name: &str, mtp: &str| name.contains(".experts.") && !name.starts_with(mtp);
+    for (model, mtp) in [(tiny_model(), "model.layers.5."), (trained_model(), "model.layers.6.")] {
+        let dst = converted(model, &options(None));
+        assert_values(model, dst.path(), None, |name| if routed(name, mtp) { 3 } else { 8 });
+        let checkpoint = Checkpoint::open(dst.path()).unwrap();
+        assert_one_read_an_expert(&checkpoint);
+        assert_eq!(checkpoint.experts.get(1, 0).unwrap().down.spec.format, Format::Int3Group);
+    }
+    // Its groups may be named, and are no other container; others are none of three bits.
+    assert_same_files(
+        converted(tiny_model(), &options(Some(64))).path(),
+        &contents(converted(tiny_model(), &options(None)).path()),
+    );
+    let error = quietly(tiny_model(), tempfile::tempdir().unwrap().path(), &options(Some(32))).unwrap_err();
+    assert!(error.to_string().contains("(3-bit ones have 64)"), "{error}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ Examples:
   millstream convert /models/GLM-5.2-FP8 /models/glm-5.2-int4
   millstream convert --group 64 --dense 4 --delete-source /models/GLM-5.2-FP8 /models/glm-5.2-g64
 
-Widths are bits: 16, 8, 4 or 2.
+Widths are bits: 16, 8, 4, 3 or 2. Three come in groups of 64 columns.
 A conversion that was stopped, by Ctrl-C or a crash, goes on when the same command is given again.
 Exit codes: 0 done, 1 the work failed, 2 usage, 130 interrupted.")]
 pub struct ConvertArgs {
@@ -45,7 +45,7 @@ pub struct ConvertArgs {
     /// Width of the sparse-attention indexer [default: 8]
     #[arg(long, visible_alias = "indexer-bits", value_name = "BITS")]
     indexer: Option<Width>,
-    /// Columns that share a scale in 4-bit matrices: 16, 32, 48, 64, 96, 128, 192 or 256 [default: a whole row]
+    /// Columns that share a scale in 4-bit matrices (3-bit ones have 64): 16, 32, 48, 64, 96, 128, 192 or 256 [default: a whole row]
     #[arg(long, value_name = "N", value_parser = parse_group)]
     group: Option<u16>,
     /// Keep every weight bit for bit and change only the layout: what a container gains from being read directly
@@ -246,7 +246,8 @@ mod tests {
 
     #[test]
     fn every_width_that_parses_is_the_width_that_is_written() {
-        let widths = [("2", Width::Bits2), ("4", Width::Bits4), ("8", Width::Bits8), ("16", Width::Bits16)];
+        let widths =
+            [("2", Width::Bits2), ("3", Width::Bits3), ("4", Width::Bits4), ("8", Width::Bits8), ("16", Width::Bits16)];
         for (text, width) in widths {
             let flags = ["--experts", "--dense", "--io-bits", "--mtp", "--indexer"].map(|flag| [flag, text]);
             let options = typed(flags.as_flattened()).unwrap().unwrap();
@@ -261,9 +262,9 @@ mod tests {
         assert_eq!(narrow("--indexer"), ConvertOptions { indexer: Width::Bits2, ..default.clone() });
         assert_eq!(narrow("--mtp"), ConvertOptions { mtp: Width::Bits2, ..default.clone() });
         assert_eq!(typed(&[]).unwrap().unwrap(), default);
-        for text in ["3", "32", "04", "int4", ""] {
+        for text in ["1", "32", "04", "int4", ""] {
             let refused = typed(&["--experts", text]).unwrap_err().to_string();
-            assert!(refused.contains("a width is 2, 4, 8 or 16"), "{refused}");
+            assert!(refused.contains("a width is 2, 3, 4, 8 or 16"), "{refused}");
         }
     }
 

@@ -23,9 +23,10 @@ pub enum EncodeError {
 
 /// Encodes one row of `cols` weights. `data` is `[format.row_bytes(cols)]`; `scales` has one element, or one per group.
 ///
-/// Per scale, `scale = max(max|w| / qmax, 1e-8)` with qmax 127, 7, 3 or 1 for 8, 4, 3 or 2 bits, and
-/// `q = clamp(round_half_even(w / scale), -qmax - 1, qmax)`. Fields past the row hold 0. Nothing is
-/// written when the row is refused. Panics when the lengths disagree.
+/// Per scale, `scale = max(max|w| / qmax, 1e-8)` with qmax 127, 7 or 1 for 8, 4 or 2 bits, and
+/// `q = clamp(round_half_even(w / scale), -qmax - 1, qmax)`. Of 3 bits the largest weight is level -4, so that
+/// `scale = -w / 4` has the other sign: with 8 levels in use and not 7 the error is a quarter smaller. Fields past the
+/// row hold 0. Nothing is written when the row is refused. Panics when the lengths disagree.
 pub fn encode(
     format: Format,
     cols: usize,
@@ -55,7 +56,12 @@ pub fn encode(
         return Ok(());
     }
     for (scale, row) in scales.iter_mut().zip(row.chunks(group)) {
-        *scale = (row.iter().fold(0.0f32, |max, w| max.max(w.abs())) / limit).max(1e-8);
+        *scale = if bits == 3 {
+            let largest = row.iter().fold(0.0f32, |largest, &w| if w.abs() > largest.abs() { w } else { largest });
+            if largest.abs() > 4e-8 { largest / -4.0 } else { 1e-8 }
+        } else {
+            (row.iter().fold(0.0f32, |max, w| max.max(w.abs())) / limit).max(1e-8)
+        };
     }
     // Adding and subtracting 1.5 * 2^23 rounds half to even, and unlike `round_ties_even` it is no library call on the
     // baseline instruction set.
@@ -133,17 +139,18 @@ mod tests {
 
     #[test]
     fn int3_keeps_two_low_bits_apart_from_the_high_one_and_fills_its_last_group() {
-        // absmax 3 makes the scale 1 in the first group, 6 makes it 2 in the second; fields carry an offset of 4.
+        // The largest, the first of two alike, is -4: the scale is -3/4 in the first group and -6/4 in the second. Fields
+        // carry an offset of 4.
         let mut row = [0.0f32; 66];
         (row[0], row[1], row[3], row[9], row[63], row[64], row[65]) = (3.0, -3.0, 1.5, -0.5, -2.0, 6.0, -1.0);
         let (mut data, mut scales) = ([0; 48], [0.0; 2]);
         encode(Format::Int3Group, 66, &row, &mut data, &mut scales).unwrap();
-        assert_eq!(scales, [1.0, 2.0]);
-        // Fields 7, 1, 4, 6, ..., 4 and at the end 2; then 7, 4 (half a step is even at 0), 4, ...
+        assert_eq!(scales, [-0.75, -1.5]);
+        // Fields 0, 7 (4 is beyond the last level), 4, 2, ..., 5 (two thirds of a step), ..., 7; then 0, 5, 4, ...
         let mut expected = [0; 48];
-        (expected[0], expected[15], expected[24]) = (3 | 1 << 2 | 2 << 6, 2 << 6, 3);
-        expected[16..24].copy_from_slice(&[0b1111_1101, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f]);
-        expected[40..].fill(0xff);
+        (expected[0], expected[2], expected[15], expected[24]) = (3 << 2 | 2 << 6, 1 << 2, 3 << 6, 1 << 2);
+        expected[16..24].copy_from_slice(&[0b1111_0110, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]);
+        expected[40..].copy_from_slice(&[0b1111_1110, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]);
         assert_eq!(data, expected);
     }
 

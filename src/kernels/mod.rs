@@ -37,7 +37,7 @@ use std::ops::Range;
 use std::str::FromStr;
 
 pub use encode::{EncodeError, encode};
-pub use format::{FP8_BLOCK, Format, MatrixSpec, NVFP4_GROUP, WeightRef};
+pub use format::{FP8_BLOCK, Format, INT3_GROUP, MatrixSpec, NVFP4_GROUP, WeightRef};
 pub use matmul::{Input, matmul};
 pub use quantized::Quantized;
 pub use rows::RowsAt;

@@ -13,6 +13,8 @@ use std::str::FromStr;
 pub enum Width {
     /// `Int2Row`.
     Bits2,
+    /// `Int3Group`: there is no other group than its 64 columns.
+    Bits3,
     /// `Int4Row`, or `Int4Group` when a group is asked for.
     Bits4,
     /// `Int8Row`.
@@ -25,6 +27,7 @@ impl fmt::Display for Width {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Width::Bits2 => "2",
+            Width::Bits3 => "3",
             Width::Bits4 => "4",
             Width::Bits8 => "8",
             Width::Bits16 => "16",
@@ -38,10 +41,11 @@ impl FromStr for Width {
     fn from_str(text: &str) -> std::result::Result<Width, String> {
         match text {
             "2" => Ok(Width::Bits2),
+            "3" => Ok(Width::Bits3),
             "4" => Ok(Width::Bits4),
             "8" => Ok(Width::Bits8),
             "16" => Ok(Width::Bits16),
-            _ => Err(format!("a width is 2, 4, 8 or 16, not {text}")),
+            _ => Err(format!("a width is 2, 3, 4, 8 or 16, not {text}")),
         }
     }
 }
@@ -59,7 +63,7 @@ pub struct ConvertOptions {
     pub mtp: Width,
     /// The sparse-attention indexer, the MTP layer's too.
     pub indexer: Width,
-    /// Columns that share a scale in every 4-bit weight; `None` is one scale a row.
+    /// Columns that share a scale in every 4-bit weight; `None` is one scale a row. Those of 3 bits have their 64 anyway.
     pub group: Option<u16>,
     /// Keep every weight as the source has it, bit for bit, and change only the layout. The widths are then not used.
     pub repack: bool,
@@ -105,6 +109,11 @@ impl ConvertOptions {
             indexer: Some(self.indexer),
             group: self.group,
         }
+    }
+
+    /// Whether a group is more than what 3-bit weights have anyway.
+    pub fn uses_group(&self) -> bool {
+        self.widths().uses_group()
     }
 
     /// Refuses a group that no reader would recognize, or that nothing would use.

@@ -5,7 +5,7 @@ use super::options::Width;
 use crate::checkpoint::container::GROUP_SIZES;
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::required::Role;
-use crate::kernels::Format;
+use crate::kernels::{Format, INT3_GROUP};
 use std::fmt;
 
 /// Widths by what weights are for; a kind without one stays as the source has it.
@@ -21,7 +21,7 @@ pub struct Widths {
     pub mtp: Option<Width>,
     /// The sparse-attention indexer, the MTP layer's too.
     pub indexer: Option<Width>,
-    /// Columns that share a scale in every 4-bit weight; `None` is one scale a row.
+    /// Columns that share a scale in every 4-bit weight; `None` is one scale a row. Those of 3 bits have their 64 anyway.
     pub group: Option<u16>,
 }
 
@@ -48,6 +48,7 @@ impl Widths {
     pub(crate) fn target(&self, role: Role, cols: usize, source: Format) -> Option<Format> {
         Some(match (self.of(role)?, self.group) {
             (Width::Bits2, _) => Format::Int2Row,
+            (Width::Bits3, _) => Format::Int3Group,
             // One group a row is the same bytes as a scale a row, and has that name.
             (Width::Bits4, Some(group)) if cols > group.into() => Format::Int4Group { group },
             (Width::Bits4, _) => Format::Int4Row,
@@ -87,27 +88,36 @@ impl Widths {
             let sizes = GROUP_SIZES.map(|size| size.to_string()).join(", ");
             return fault(format!("one of {sizes}"), group.to_string());
         }
-        let widths = [self.experts, self.dense, self.io, self.mtp, self.indexer];
-        if !widths.contains(&Some(Width::Bits4)) {
-            return fault(format!("a 4-bit width for groups of {group} to apply to"), self.to_string());
+        let is_of_three = self.all().contains(&Some(Width::Bits3)) && usize::from(group) == INT3_GROUP;
+        if !(self.uses_group() || is_of_three) {
+            let expected = format!("a 4-bit width for groups of {group} to apply to (3-bit ones have {INT3_GROUP})");
+            return fault(expected, self.named().trim_end().to_owned());
         }
         Ok(())
+    }
+
+    /// Whether a group is more than what 3-bit weights have anyway.
+    pub fn uses_group(&self) -> bool {
+        self.all().contains(&Some(Width::Bits4))
+    }
+
+    fn all(&self) -> [Option<Width>; 5] {
+        [self.experts, self.dense, self.io, self.mtp, self.indexer]
+    }
+
+    /// Every width with its name, each with a blank behind it.
+    fn named(&self) -> String {
+        let names = ["experts", "dense", "io", "mtp", "indexer"].into_iter().zip(self.all());
+        names.filter_map(|(name, width)| width.map(|width| format!("{name}={width} "))).collect()
     }
 }
 
 impl fmt::Display for Widths {
     /// One line; of a kind that stays as it is nothing is said.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Widths { experts, dense, io, mtp, indexer, group } = self;
-        for (name, width) in [("experts", experts), ("dense", dense), ("io", io), ("mtp", mtp), ("indexer", indexer)] {
-            if let Some(width) = width {
-                write!(f, "{name}={width} ")?;
-            }
-        }
-        match group {
-            Some(group) => write!(f, "group={group}"),
-            None => f.write_str("group=row"),
-        }
+        // A group of 64 that is only that of 3-bit weights changes nothing.
+        let group = self.group.filter(|_| self.uses_group()).map_or("row".to_owned(), |group| group.to_string());
+        write!(f, "{}group={group}", self.named())
     }
 }
 
@@ -121,6 +131,7 @@ mod tests {
         for source in [Format::F32, Format::Bf16, Format::F16, Format::Fp8Block] {
             assert_eq!(held(Width::Bits8, source), Ok(Format::Int8Row), "{source}");
             assert_eq!(held(Width::Bits4, source), Ok(Format::Int4Row), "{source}");
+            assert_eq!(held(Width::Bits3, source), Ok(Format::Int3Group), "{source}");
             assert_eq!(held(Width::Bits2, source), Ok(Format::Int2Row), "{source}");
         }
         let sixteen = |source| held(Width::Bits16, source);
@@ -147,6 +158,9 @@ mod tests {
             assert_eq!(held(role, 128), Ok(Format::Bf16));
         }
         assert_eq!(widths.to_string(), "dense=4 io=8 group=64");
+        let three = Widths { experts: Some(Width::Bits3), group: Some(64), ..Widths::default() };
+        assert!(three.check().is_ok() && Widths { group: Some(32), ..three }.check().is_err());
+        assert_eq!(three.to_string(), "experts=3 group=row");
         assert!(!widths.is_empty() && Widths { group: Some(64), ..Widths::default() }.is_empty());
     }
 }

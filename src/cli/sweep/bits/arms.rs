@@ -86,7 +86,9 @@ pub fn precisions(experts: &[Width], dense: &[Width], io_bits: &[Width], groups:
             for &experts in &or(experts, &WIDTHS) {
                 for &Group(group) in groups {
                     let precision = Precision { experts, dense, io_bits, group };
-                    if precision.options().check().is_ok() && !all.contains(&precision) {
+                    let options = precision.options();
+                    let applies = group.is_none() || options.uses_group();
+                    if applies && options.check().is_ok() && !all.contains(&precision) {
                         all.push(precision);
                     }
                 }
@@ -128,6 +130,10 @@ mod tests {
         assert_eq!(few.iter().map(ToString::to_string).collect::<Vec<_>>(), ["experts 4, dense 8, io 16"]);
         assert_eq!(few[0].flags(), "--experts 4 --dense 8 --io-bits 16");
         assert_eq!((Group::parse("row"), Group::parse("64")), (Ok(Group(None)), Ok(Group(Some(64)))));
+        // Three bits come in groups of 64, whatever is asked for.
+        let three = precisions(&[Width::Bits3], &[Width::Bits8, Width::Bits4], &[], &[Group(None), Group(Some(64))]);
+        let shown: Vec<String> = three.iter().map(ToString::to_string).collect();
+        assert_eq!(shown, ["experts 3, dense 8, io 8", "experts 3, dense 4, io 8", "experts 3, dense 4, io 8 g64"]);
         assert!(Group::parse("65").is_err() && Group::parse("").is_err());
     }
 

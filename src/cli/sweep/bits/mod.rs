@@ -53,10 +53,10 @@ pub struct BitsArgs {
     /// The text is a list of token ids (commas or blanks between them)
     #[arg(long, requires = "text")]
     ids: bool,
-    /// Widths of the routed experts [default: 16,8,4,2]
+    /// Widths of the routed experts: 16, 8, 4, 3, 2 [default: 16,8,4,2]
     #[arg(long, value_name = "BITS", value_delimiter = ',')]
     experts: Vec<Width>,
-    /// Widths of attention, dense and shared layers [default: 16,8,4,2]
+    /// Widths of attention, dense and shared layers, likewise [default: 16,8,4,2]
     #[arg(long, value_name = "BITS", value_delimiter = ',')]
     dense: Vec<Width>,
     /// Widths of embeddings and output head [default: 8]
