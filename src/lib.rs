@@ -10,4 +10,5 @@ pub mod manual;
 pub mod meter;
 pub mod model;
 pub mod ops;
+pub mod size;
 pub mod store;

@@ -3,18 +3,21 @@
 
 #[path = "common/safetensors.rs"]
 mod safetensors;
+#[path = "common/stepped.rs"]
+mod stepped;
 
-use millstream::checkpoint::convert::{ConvertOptions, Progress, Width, convert};
+use millstream::checkpoint::convert::{ConvertOptions, PlanLine, Progress, Width, convert};
 use millstream::checkpoint::{Checkpoint, CheckpointError, MatrixSource};
 use millstream::kernels::{Format, Kernels, WeightRef};
 use millstream_io::{FileSet, FileSpan, IoMode, layout};
 use safetensors::{Model, Shard, Tensor, tiny_model, tiny_olmoe};
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::BufReader;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use stepped::advance;
 
 fn trained_model() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/models/glm-tales"))
@@ -35,11 +38,13 @@ fn quick_dir() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// Every file of a directory by name, hidden ones too.
+/// Every file of a directory by name, hidden ones too; but for the stamps of the source's files, which every copy of it
+/// has others of.
 fn contents(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     fs::read_dir(dir)
         .unwrap()
         .map(|entry| entry.unwrap().path())
+        .filter(|path| !path.ends_with(".millstream-source.json"))
         .map(|path| (path.file_name().unwrap().to_str().unwrap().to_owned(), fs::read(&path).unwrap()))
         .collect()
 }
@@ -112,11 +117,15 @@ fn source_values(tensors: &BTreeMap<String, (Tensor, PathBuf, u64)>, name: &str)
 
 /// The codes of one row, unpacked, and its scales.
 fn expected_row(row: &[f32], bits: u32, group: usize) -> (Vec<i32>, Vec<f32>) {
-    let limit = [1.0, 7.0, 127.0][bits.ilog2() as usize - 1];
+    let limit = ((1 << (bits - 1)) - 1) as f32;
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
     for part in row.chunks(group) {
         let largest = part.iter().fold(0f32, |largest, value| largest.max(value.abs()));
-        let scale = (largest / limit).max(1e-8);
+        let scale = match bits {
+            // The largest weight is the level beyond the others.
+            3 => part.iter().find(|value| value.abs() == largest).unwrap() / -4.0,
+            _ => (largest / limit).max(1e-8),
+        };
         scales.push(scale);
         codes.extend(part.iter().map(|value| (value / scale).round_ties_even().clamp(-limit - 1.0, limit) as i32));
     }
@@ -156,7 +165,10 @@ fn assert_values(src: &Path, dst: &Path, group: Option<usize>, bits: impl Fn(&st
             continue;
         }
         let (rows, cols, bits) = (tensor.shape[0] as usize, tensor.shape[1] as usize, bits(name));
-        let group = group.filter(|&group| bits == 4 && cols > group).unwrap_or(cols);
+        let group = match bits {
+            3 => 64,
+            _ => group.filter(|&group| bits == 4 && cols > group).unwrap_or(cols),
+        };
         let scales = floats(&result[&format!("{name}.qs")].0.data);
         assert_eq!((stored.dtype.as_str(), stored.shape.len()), ("U8", 1), "{name}");
         let (row_bytes, groups) = (stored.data.len() / rows, cols.div_ceil(group));
@@ -252,6 +264,26 @@ fn groups_and_other_widths_hold_the_weights() {
 }
 
 #[test]
+fn three_bits_hold_the_weights_in_groups_of_sixty_four() {
+    let options = |group| ConvertOptions { experts: Width::Bits3, group, ..ConvertOptions::default() };
+    let routed = |name: &str, mtp: &str| name.contains(".experts.") && !name.starts_with(mtp);
+    for (model, mtp) in [(tiny_model(), "model.layers.5."), (trained_model(), "model.layers.6.")] {
+        let dst = converted(model, &options(None));
+        assert_values(model, dst.path(), None, |name| if routed(name, mtp) { 3 } else { 8 });
+        let checkpoint = Checkpoint::open(dst.path()).unwrap();
+        assert_one_read_an_expert(&checkpoint);
+        assert_eq!(checkpoint.experts.get(1, 0).unwrap().down.spec.format, Format::Int3Group);
+    }
+    // Its groups may be named, and are no other container; others are none of three bits.
+    assert_same_files(
+        converted(tiny_model(), &options(Some(64))).path(),
+        &contents(converted(tiny_model(), &options(None)).path()),
+    );
+    let error = quietly(tiny_model(), tempfile::tempdir().unwrap().path(), &options(Some(32))).unwrap_err();
+    assert!(error.to_string().contains("(3-bit ones have 64)"), "{error}");
+}
+
+#[test]
 fn sixteen_bits_keep_a_bf16_source_as_it_is() {
     let width = Width::Bits16;
     let options = ConvertOptions {
@@ -273,26 +305,6 @@ fn sixteen_bits_keep_a_bf16_source_as_it_is() {
 }
 
 #[test]
-fn three_bits_hold_the_weights_in_groups_of_sixty_four() {
-    let options = |group| ConvertOptions { experts: Width::Bits3, group, ..ConvertOptions::default() };
-    let routed = |name: &str, mtp: &str| name.contains(".experts.") && !name.starts_with(mtp);
-    for (model, mtp) in [(tiny_model(), "model.layers.5."), (trained_model(), "model.layers.6.")] {
-        let dst = converted(model, &options(None));
-        assert_values(model, dst.path(), None, |name| if routed(name, mtp) { 3 } else { 8 });
-        let checkpoint = Checkpoint::open(dst.path()).unwrap();
-        assert_one_read_an_expert(&checkpoint);
-        assert_eq!(checkpoint.experts.get(1, 0).unwrap().down.spec.format, Format::Int3Group);
-    }
-    // Its groups may be named, and are no other container; others are none of three bits.
-    assert_same_files(
-        converted(tiny_model(), &options(Some(64))).path(),
-        &contents(converted(tiny_model(), &options(None)).path()),
-    );
-    let error = quietly(tiny_model(), tempfile::tempdir().unwrap().path(), &options(Some(32))).unwrap_err();
-    assert!(error.to_string().contains("(3-bit ones have 64)"), "{error}");
-}
-
-#[test]
 fn a_repack_changes_the_layout_and_no_weight() {
     let container = converted(tiny_model(), &ConvertOptions::default());
     let options = ConvertOptions { repack: true, ..ConvertOptions::default() };
@@ -310,8 +322,9 @@ fn a_repack_changes_the_layout_and_no_weight() {
         assert_one_read_an_expert(&Checkpoint::open(dst.path()).unwrap());
     }
     let widen = ConvertOptions { experts: Width::Bits8, ..ConvertOptions::default() };
-    let error = quietly(model.path(), tempfile::tempdir().unwrap().path(), &widen).unwrap_err().to_string();
-    assert!(error.contains("experts.0.gate_proj.weight") && error.contains("repack"), "{error}");
+    let error = quietly(model.path(), tempfile::tempdir().unwrap().path(), &widen).unwrap_err();
+    assert!(error.to_string().contains("experts.0.gate_proj.weight"), "{error}");
+    assert!(error.hint().contains("--repack"), "{}", error.hint());
 }
 
 #[test]
@@ -463,8 +476,14 @@ fn the_plan_is_reported_before_the_first_byte() {
     .unwrap();
     assert_eq!(plans.len(), 1);
     // 4 layers, 8 experts, 3 matrices of 64 x 64: 2,048 bytes and 128 scales each.
-    let line = format!("routed experts: 96 tensors as int4-g32, {} bytes", 96 * (2048 + 4 * 128));
+    let line = PlanLine {
+        kind: "routed experts",
+        format: Format::Int4Group { group: 32 },
+        tensors: 96,
+        bytes: 96 * (2048 + 4 * 128),
+    };
     assert!(plans[0].contains(&line), "{:?}", plans[0]);
+    assert_eq!(line.to_string(), "routed experts: 96 tensors as int4-g32, 246 kB");
 }
 
 #[test]
@@ -472,8 +491,12 @@ fn too_little_space_is_refused_before_the_first_byte() {
     let dst = tempfile::tempdir().unwrap();
     let options = ConvertOptions { free_bytes: Some(1_000_000), ..ConvertOptions::default() };
     let error = quietly(tiny_model(), dst.path(), &options).unwrap_err();
+    let text = error.to_string();
     let CheckpointError::NoSpace { needed, available, .. } = error else { panic!("{error}") };
     assert_eq!(available, 1_000_000);
+    // The difference, not the whole, is what is short.
+    let [whole, short] = [needed, needed - 1_000_000].map(|bytes| format!("{:.1} MB", bytes as f64 / 1e6));
+    assert!(needed > 9_950_000 && text.contains(&format!("1.00 MB free and {whole} are needed: {short}")), "{text}");
     assert!(contents(dst.path()).is_empty());
     let enough = ConvertOptions { free_bytes: Some(needed), ..ConvertOptions::default() };
     quietly(tiny_model(), dst.path(), &enough).unwrap();
@@ -560,50 +583,15 @@ fn another_conversion_does_not_continue_a_stopped_one() {
     assert!(matches!(error, CheckpointError::Unfinished { .. }), "{error}");
 }
 
-/// Not a test: the process that the tests below kill. Waits for a line before it goes on from each event.
+/// Not a test: the process that the tests below kill.
 #[test]
 #[ignore = "run by the tests that kill it"]
 fn child_converts() {
-    let Ok(dst) = std::env::var("CONVERT_INTO") else { return };
-    let step = std::env::var("CONVERT_STEPS").is_ok();
-    let mut lines = std::io::stdin().lines();
-    let result = convert(tiny_model(), Path::new(&dst), &ConvertOptions::default(), &mut |progress| {
-        if step {
-            println!("event {progress}");
-            lines.next().unwrap().unwrap();
-        }
-    });
-    if let Err(error) = result {
-        println!("refused {error}");
-        std::process::exit(9);
-    }
+    stepped::converts(&ConvertOptions::default());
 }
 
 fn child(shell: &str, dst: &Path, steps: bool) -> Child {
-    let mut command = Command::new("bash");
-    command.arg("-c").arg(format!("{shell} exec \"$0\" \"$@\"")).arg(std::env::current_exe().unwrap());
-    command.args(["--exact", "child_converts", "--ignored", "--nocapture"]).env("CONVERT_INTO", dst);
-    if steps {
-        command.env("CONVERT_STEPS", "1");
-    }
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap()
-}
-
-/// Lets the child pass `events` events and returns with it stopped at the next, or `false` at its end.
-fn advance(input: &mut ChildStdin, output: &mut BufReader<ChildStdout>, events: usize) -> bool {
-    let mut passed = 0;
-    let mut line = String::new();
-    while output.read_line(&mut line).unwrap() > 0 {
-        if line.contains("event ") {
-            if passed == events {
-                return true;
-            }
-            passed += 1;
-            writeln!(input).unwrap();
-        }
-        line.clear();
-    }
-    false
+    stepped::child("child_converts", shell, tiny_model(), dst, steps)
 }
 
 #[test]

@@ -12,15 +12,16 @@ use std::path::{Path, PathBuf};
 const ENGINE: &[(&str, &[&str])] = &[
     ("limits", &[]),
     ("manual", &[]),
+    ("size", &[]),
     ("meter", &["limits"]),
     ("kernels", &["limits"]),
     ("ops", &["kernels", "limits"]),
-    ("checkpoint", &["kernels", "limits", "io"]),
+    ("checkpoint", &["kernels", "limits", "size", "io"]),
     ("model", &["checkpoint", "kernels", "limits", "io"]),
     ("store", &["checkpoint", "kernels", "limits", "meter", "io"]),
     ("forward", &["checkpoint", "kernels", "limits", "meter", "model", "ops", "store"]),
     ("engine", &["checkpoint", "forward", "kernels", "limits", "meter", "model", "ops", "store", "io"]),
-    ("cli", &["checkpoint", "engine", "kernels", "limits", "meter", "model", "store", "io"]),
+    ("cli", &["checkpoint", "engine", "kernels", "limits", "meter", "model", "size", "store", "io"]),
 ];
 
 /// The same for the crate that reads files.

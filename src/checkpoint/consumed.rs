@@ -7,6 +7,7 @@
 use super::error::{CheckpointError, Result, io_error, is_there};
 use super::tensors::Headers;
 use crate::limits::{MAX_HEADER_BYTES, MAX_RECORD_BYTES};
+use crate::size;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, TryLockError};
 use std::io::{ErrorKind, Read, Write};
@@ -52,9 +53,8 @@ impl Record {
         if !is_there(&path)? {
             return Ok(None);
         }
-        let fault = |expected: &str, found: String| CheckpointError::Config {
-            file: path.display().to_string(),
-            field: "JSON".to_owned(),
+        let fault = |expected: &str, found: String| CheckpointError::Record {
+            file: path.clone(),
             expected: expected.to_owned(),
             found,
         };
@@ -62,25 +62,44 @@ impl Record {
         let file = File::open(&path).map_err(io_error("open", &path))?;
         file.take(MAX_RECORD_BYTES + 1).read_to_end(&mut bytes).map_err(io_error("read", &path))?;
         if bytes.len() as u64 > MAX_RECORD_BYTES {
-            return Err(fault("a record of shards", format!("more than {MAX_RECORD_BYTES} bytes")));
+            return Err(fault("a record of shards", format!("more than {}", size::show(MAX_RECORD_BYTES))));
         }
         let record: Record =
             serde_json::from_slice(&bytes).map_err(|error| fault("a record of shards", error.to_string()))?;
-        // A name that leads elsewhere would have something else taken for a shard.
-        let odd = record.shards.iter().find(|shard| Path::new(&shard.name).file_name() != Some(shard.name.as_ref()));
-        match odd {
+        match record.odd() {
             _ if record.version != VERSION => Err(fault("version 1", record.version.to_string())),
             Some(odd) => Err(fault("names of files", odd.name.escape_debug().to_string())),
             None => Ok(Some(record)),
         }
     }
 
-    /// Makes the record durable in `dir`.
+    /// A shard whose name leads elsewhere, which would have something else taken for it.
+    fn odd(&self) -> Option<&Remembered> {
+        self.shards.iter().find(|shard| Path::new(&shard.name).file_name() != Some(shard.name.as_ref()))
+    }
+
+    /// Makes the record durable in `dir`. Refuses one that could not be read again.
     pub fn write(&self, dir: &Path) -> Result<()> {
+        self.write_within(dir, MAX_RECORD_BYTES)
+    }
+
+    fn write_within(&self, dir: &Path, most_bytes: u64) -> Result<()> {
+        let unreadable = |expected: String, found: String| {
+            let what = "--delete-source".to_owned();
+            Err(CheckpointError::ConvertOptions { what, expected, found })
+        };
+        if let Some(odd) = self.odd() {
+            let expected = "shards with names that can be recorded".to_owned();
+            return unreadable(expected, odd.name.escape_debug().to_string());
+        }
+        let text = serde_json::to_vec(self).unwrap_or_else(|error| unreachable!("a record is plain data: {error}"));
+        if text.len() as u64 > most_bytes {
+            let expected = format!("a source whose headers are recorded in {}", size::show(most_bytes));
+            return unreadable(expected, size::show(text.len() as u64));
+        }
         let refused = |source| CheckpointError::SourceKept { dir: dir.to_owned(), source };
         let temporary = dir.join(TEMPORARY_NAME);
         let mut file = File::create(&temporary).map_err(refused)?;
-        let text = serde_json::to_vec(self).unwrap_or_else(|error| unreachable!("a record is plain data: {error}"));
         file.write_all(&text).and_then(|()| file.sync_all()).map_err(refused)?;
         fs::rename(&temporary, dir.join(RECORD_NAME)).map_err(refused)?;
         sync(dir)
@@ -209,13 +228,27 @@ mod tests {
     fn a_record_that_cannot_be_one_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         for name in ["../a.safetensors", "/etc/passwd", "", ".."] {
-            record(name).write(dir.path()).unwrap();
-            let error = Record::read(dir.path()).unwrap_err().to_string();
-            assert!(error.contains("names of files"), "{error}");
+            fs::write(dir.path().join(RECORD_NAME), serde_json::to_vec(&record(name)).unwrap()).unwrap();
+            let error = Record::read(dir.path()).unwrap_err();
+            assert!(error.to_string().contains("names of files"), "{error}");
+            assert!(error.hint().contains("fetch those shards again"), "{}", error.hint());
         }
         for text in ["", "{", "[]", "{\"version\":1}", "{\"version\":2,\"into\":\"/\",\"shards\":[]}"] {
             fs::write(dir.path().join(RECORD_NAME), text).unwrap();
             assert!(Record::read(dir.path()).is_err(), "{text}");
         }
+    }
+    #[test]
+    fn a_record_that_could_not_be_read_again_is_not_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = record("../a.safetensors").write(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("--delete-source") && error.contains("../a.safetensors"), "{error}");
+        let whole = record("a.safetensors");
+        let bytes = serde_json::to_vec(&whole).unwrap().len() as u64;
+        let error = whole.write_within(dir.path(), bytes - 1).unwrap_err().to_string();
+        assert!(error.contains("--delete-source") && error.contains(&format!("found {bytes} B")), "{error}");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        whole.write_within(dir.path(), bytes).unwrap();
+        assert_eq!(Record::read(dir.path()).unwrap(), Some(whole));
     }
 }

@@ -1,6 +1,7 @@
 //! What can be wrong with a checkpoint: values, not prose, so that a caller can show them as it likes.
 
 use crate::kernels::Format;
+use crate::size;
 use millstream_io::IoError;
 use std::io;
 use std::path::PathBuf;
@@ -163,6 +164,18 @@ pub enum CheckpointError {
         /// The value.
         value: f32,
     },
+    /// A weight is quantized already, and was to be quantized again.
+    #[error("{}: tensor {tensor}: it is {format} already, and cannot be made {target}", file.display())]
+    Quantized {
+        /// The source shard.
+        file: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// Its format.
+        format: Format,
+        /// What was asked for.
+        target: Format,
+    },
     /// The options of a conversion contradict each other or the source.
     #[error("cannot convert: {what}: expected {expected}, found {found}")]
     ConvertOptions {
@@ -253,15 +266,33 @@ pub enum CheckpointError {
         /// The file in the way.
         file: PathBuf,
     },
-    /// What was written is not what the drive gives back.
+    /// What was just written is not what the drive gives back.
     #[error("{} reads back otherwise than it was written: {damage}", file.display())]
     ReadBack {
         /// The shard.
         file: PathBuf,
         /// The first run that differs, and how many do.
         damage: String,
-        /// Whether it has its name: an earlier run had finished it.
-        kept: bool,
+    },
+    /// A shard of the destination, finished by an earlier run, is not as it was written.
+    #[error("{} is damaged: {damage}{}", file.display(), made_from(gone))]
+    Damaged {
+        /// The shard.
+        file: PathBuf,
+        /// The first thing that differs.
+        damage: String,
+        /// Names of the shards of the source that it was made from and that are gone.
+        gone: Vec<String>,
+    },
+    /// The record of a source whose shards were removed cannot be used.
+    #[error("{}: expected {expected}, found {found}", file.display())]
+    Record {
+        /// The record.
+        file: PathBuf,
+        /// What it has to be.
+        expected: String,
+        /// What it is.
+        found: String,
     },
     /// What an earlier run stored was made from other weights than the source has, and shards of that were to be removed.
     #[error("{} holds other weights of {run} than {} makes", file.display(), dir.display())]
@@ -286,11 +317,11 @@ pub enum CheckpointError {
         found: f32,
     },
     /// The destination's file system has too little room.
-    #[error("{} has {available} bytes free; {needed} more are needed", dir.display())]
+    #[error("{} has {} free and {} are needed: {} too few", dir.display(), size::show(*available), size::show(*needed), size::show(needed.saturating_sub(*available)))]
     NoSpace {
         /// Destination directory.
         dir: PathBuf,
-        /// Bytes still to be written.
+        /// The most bytes that what is still to be written takes at any time.
         needed: u64,
         /// Bytes free.
         available: u64,
@@ -306,142 +337,6 @@ pub enum Way {
     Keep,
     /// Compare it with what it was made with.
     Check,
-}
-
-impl CheckpointError {
-    /// One line on what to do about it.
-    pub fn hint(&self) -> &'static str {
-        match self {
-            CheckpointError::Io { action, source, .. } => io_hint(action, source.kind()),
-            CheckpointError::SmallFilesMissing { shards: 0, .. } | CheckpointError::NoShards { .. } => {
-                "give the directory that holds the *.safetensors files of the model"
-            }
-            CheckpointError::SmallFilesMissing { .. } => {
-                "copy the small JSON files of the same checkpoint beside the shards"
-            }
-            CheckpointError::Unfinished { .. } => "run the command that wrote it again: it continues where it stopped",
-            CheckpointError::Config { field, found, .. } => config_hint(field, found),
-            CheckpointError::Header { .. } => {
-                "the shard is damaged or incomplete: fetch it again and compare its checksum"
-            }
-            CheckpointError::Duplicate { .. } => {
-                "two checkpoints are mixed in one directory: move the shards that do not belong"
-            }
-            CheckpointError::ShardsMissing { .. } => "fetch the missing shards",
-            CheckpointError::IndexDiffers { .. } => {
-                "shard and index come from different uploads: fetch both again, or remove the index if the shards are right"
-            }
-            CheckpointError::TensorMissing { .. } => "a shard is missing, or config.json belongs to another model",
-            CheckpointError::Tensor { what: "format", .. } => {
-                "config.json, the map colibri.fmt in the shard's metadata and the tensor's sizes do not agree: fetch config.json and the shard again, or take the entry out of the map if the sizes are right"
-            }
-            CheckpointError::Tensor { .. } => {
-                "config.json and shards belong to different models, or the shard is damaged"
-            }
-            CheckpointError::ScaleMissing { .. } => {
-                "fetch the shard that holds the scales; raw codes without scales are never used as weights"
-            }
-            CheckpointError::OnlySource { .. } => "make a container of it with millstream convert, and run that",
-            CheckpointError::NotFinite { .. } => "the source shard is damaged: fetch it again",
-            CheckpointError::ConvertOptions { .. } | CheckpointError::SynthOptions { .. } => {
-                "change the option named above"
-            }
-            CheckpointError::ConvertDiffers { way: Way::Keep, .. } => {
-                "shards of the source were removed as they were converted: keep this directory, it may be the only copy of the model; give the parameters it was made with"
-            }
-            CheckpointError::ConvertDiffers { way: Way::Check, .. } => {
-                "a check needs the flags and the source that the container was made with: give those that are there"
-            }
-            CheckpointError::ConvertDiffers { finished: true, .. } => {
-                "give another destination, or, where its own source is still whole, remove this one"
-            }
-            CheckpointError::ConvertDiffers { .. } => {
-                "give the parameters it was begun with to continue it, or another destination"
-            }
-            CheckpointError::Consumed { .. } => {
-                "give the directory that it was converted into; if that is not finished, the same conversion continues"
-            }
-            CheckpointError::SourceGone { .. } => {
-                "continue the conversion that removed them, into its own destination, or fetch them again"
-            }
-            CheckpointError::SourceKept { .. } => {
-                "leave --delete-source out, or make the directory writable for this user"
-            }
-            CheckpointError::Interrupted { .. } => "the same command continues",
-            CheckpointError::ConvertBusy { .. } => "wait for it to end, or give another destination",
-            CheckpointError::SourceBusy { .. } => "wait for it to end: what it makes is the model then",
-            CheckpointError::ConvertOccupied { .. } => "give an empty or new directory",
-            CheckpointError::Device(IoError::Memory { .. }) => "free memory, or allow this process more of it",
-            CheckpointError::Device(IoError::Changed { .. }) => {
-                "somebody writes into the source: let that end, then run the same command again"
-            }
-            CheckpointError::Device(_) => "check the drive's health (dmesg); the same command continues",
-            CheckpointError::ReadBack { kept: true, .. } => {
-                "the drive is at fault (dmesg), and shards of the source that this was made from are gone: fetch them again, remove this shard and give the same command"
-            }
-            CheckpointError::ReadBack { .. } => {
-                "the drive or the memory is at fault (dmesg): nothing of this shard was kept; the same command writes it again"
-            }
-            CheckpointError::OtherWeights { .. } => {
-                "it was made from another model with the same headers: give another destination; nothing was removed for this shard"
-            }
-            CheckpointError::SelfTest { .. } => {
-                "nothing was converted: the processor or this build of the program is at fault"
-            }
-            CheckpointError::NoSpace { .. } => "free space, or give a destination on a larger drive",
-        }
-    }
-}
-
-/// What to do about a refusal of the system.
-fn io_hint(action: &str, kind: io::ErrorKind) -> &'static str {
-    use io::ErrorKind::{
-        AlreadyExists, NotADirectory, NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
-    };
-    let writes = ["create", "write", "rename", "sync", "remove", "lock"].contains(&action);
-    match kind {
-        StorageFull | QuotaExceeded => "free space and run the same command again",
-        ReadOnlyFilesystem => "the file system is mounted read-only: give another destination",
-        PermissionDenied if writes => {
-            "permission: this user may not write there; give another destination, or change who may"
-        }
-        PermissionDenied => "permission: this user may not read it, or not enter a directory above it",
-        AlreadyExists | NotADirectory => "a file is where a directory should be: check the path",
-        NotFound if writes => "check the path of the destination",
-        NotFound => "check the path; in a download cache a dangling link means the file was never fetched",
-        _ if writes => "check the drive that is written to (dmesg)",
-        _ => "check the drive's health (dmesg)",
-    }
-}
-
-/// What to do about a small file: fetch it again where it is damaged, and never where it is right but unsupported.
-fn config_hint(field: &str, found: &str) -> &'static str {
-    const VARIANT: [&str; 7] = [
-        "scoring_func",
-        "topk_method",
-        "hidden_act",
-        "attention_bias",
-        "moe_layer_freq",
-        "rope_interleave",
-        "indexer_rope_interleave",
-    ];
-    const ROPE: [&str; 5] = ["rope_type", "type", "partial_rotary_factor", "factor", "attention_factor"];
-    let last = field.rsplit('.').next().unwrap_or(field);
-    if ["JSON", "weight_map", "length"].contains(&field) {
-        "the file is damaged or cut short: fetch it again"
-    } else if found == "nothing" {
-        "the file lacks a value that decides what the model is: compare it with the one of the model's publisher"
-    } else if field == "model_type" {
-        "models of this type are not supported: only those of type glm_moe_dsa and olmoe are"
-    } else if field.starts_with("quantization_config.") {
-        "this quantization is not supported: only FP8 (e4m3) in blocks of 128 by 128, NVFP4 of modelopt, and none, are"
-    } else if field.starts_with("rope_") && ROPE.contains(&last) {
-        "this kind of rotary position embedding is not supported: only the default, without scaling, is"
-    } else if VARIANT.contains(&field) {
-        "this variant of the architecture is not supported"
-    } else {
-        "the value is damaged, or outside what this release supports: compare it with the one of the model's publisher"
-    }
 }
 
 /// Shorthand of this layer.
@@ -461,6 +356,11 @@ pub(crate) fn io_error<'a>(
 
 fn tensor_prefix(tensor: &Option<String>) -> String {
     tensor.as_ref().map(|name| format!("tensor {name}: ")).unwrap_or_default()
+}
+
+fn made_from(gone: &[String]) -> String {
+    let verb = if gone.len() == 1 { "is" } else { "are" };
+    if gone.is_empty() { String::new() } else { format!("; {}, which it was made from, {verb} gone", shown(gone)) }
 }
 
 fn elsewhere(found: &Option<PathBuf>) -> String {

@@ -13,6 +13,7 @@ pub mod convert;
 pub mod error;
 pub mod experts;
 mod header;
+mod hint;
 mod index;
 pub mod mirror;
 pub mod required;

@@ -83,7 +83,7 @@ pub fn convert(args: &ConvertArgs) -> Result<Done, Failure> {
     let mut show = |progress: Progress| match progress {
         Progress::Note(line) => bar.note(&line),
         Progress::Plan { lines, shards, bytes, .. } => {
-            lines.iter().for_each(|line| render::note(args.quiet, line));
+            lines.iter().for_each(|line| render::note(args.quiet, &line.to_string()));
             render::note(args.quiet, &format!("{} in {shards} shards", size::show(bytes)));
         }
         Progress::Shard { name, kept: true, .. } => bar.note(&format!("{name} was finished before")),
@@ -161,12 +161,12 @@ fn checking_line(counts: Counts, seconds: f64) -> String {
 
 /// How far it is, how fast, and how long it will take at that.
 fn line(counts: Counts, seconds: f64) -> String {
-    let Counts { done, of, written, left, taken, .. } = counts;
+    let Counts { done, of, written, worked, left, taken, .. } = counts;
     let percent = if of == 0 { 100.0 } else { done as f64 / of as f64 * 100.0 };
     let rate = |bytes: u64| bytes as f64 / 1e9 / seconds.max(1e-9);
-    let time = match written {
+    let time = match worked {
         0 => "?".to_owned(),
-        _ => duration(left as f64 / written as f64 * seconds),
+        _ => duration(left as f64 / worked as f64 * seconds),
     };
     let (read, write) = (rate(taken), rate(written));
     let (done, of) = (size::show(done), size::show(of));
@@ -288,9 +288,10 @@ mod tests {
             done: 3_000_000_000,
             of: 9_000_000_000,
             written: 2_000_000_000,
-            left: 6_000_000_000,
+            worked: 3_000_000_000,
+            left: 9_000_000_000,
             taken: 4_000_000_000,
-            checked: 0,
+            checked: 1_000_000_000,
         };
         let expected = "converting: 3.00 GB of 9.00 GB (33 %), reading 1.00 GB/s, writing 0.50 GB/s, 12 s left";
         assert_eq!(line(counts, 4.0), expected);

@@ -1,5 +1,7 @@
 //! Sizes as people write and read them.
 
+pub use crate::size::show;
+
 /// Reads `500M`, `20G`, `16GiB`, `4096`. Letters alone and with `iB` are powers of 1024, with `B` powers of 1000.
 pub fn parse(text: &str) -> Result<u64, String> {
     let text = text.trim();
@@ -27,28 +29,6 @@ pub fn parse(text: &str) -> Result<u64, String> {
     // 7.4MB is 7,400,000 bytes, whatever 7.4 is in binary.
     let bytes = bytes.round();
     if bytes < 2f64.powi(63) { Ok(bytes as u64) } else { Err(format!("'{text}' is larger than any memory")) }
-}
-
-/// `12.3 MB`: three digits or so, powers of 1000.
-pub fn show(bytes: u64) -> String {
-    let units = ["kB", "MB", "GB", "TB"];
-    if bytes < 1000 {
-        return format!("{bytes} B");
-    }
-    let mut value = bytes as f64 / 1000.0;
-    let mut unit = 0;
-    while value >= 999.5 && unit + 1 < units.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    let decimals = if value < 9.995 {
-        2
-    } else if value < 99.95 {
-        1
-    } else {
-        0
-    };
-    format!("{value:.decimals$} {}", units[unit])
 }
 
 /// `12.3G`, `640.0M`: a size as it is typed, never more than `bytes`.

@@ -40,7 +40,7 @@ pub struct SynthArgs {
     /// Add the multi-token-prediction layer
     #[arg(long)]
     mtp: bool,
-    /// int4 as convert makes it, or fp8 or bf16 as publishers do, in shards of 5 GB: a source for convert
+    /// int4 as convert makes it, or fp8 or bf16 as publishers do: a source for convert
     #[arg(long, value_name = "FORMAT", default_value_t = Precision::Int4)]
     format: Precision,
     /// With int4, the width of attention, dense and shared layers: 4 or 8 [default: 8]
@@ -73,7 +73,7 @@ pub fn synth(args: &SynthArgs) -> Result<Done, Failure> {
     let mut bar = render::Progress::new(args.quiet);
     let result = write_model(&args.destination, &options, &mut |progress| match progress {
         Progress::Plan { lines, shards, bytes, stored } => {
-            lines.iter().for_each(|line| render::note(args.quiet, line));
+            lines.iter().for_each(|line| render::note(args.quiet, &line.to_string()));
             let holes = if stored < bytes { format!(", {} of them stored", size::show(stored)) } else { String::new() };
             let text = format!("{} in {shards} shards{holes}, to be written to {place}", size::show(bytes));
             render::note(args.quiet, &text);

@@ -4,6 +4,7 @@ mod options;
 mod plan;
 mod selftest;
 mod source;
+mod stamps;
 mod weights;
 mod widths;
 
@@ -13,14 +14,17 @@ pub use widths::Widths;
 
 use super::consumed::{Lock, RECORD_NAME, Record};
 use super::error::{CheckpointError, Result, Way, is_there};
-use super::write::layout::ShardLayout;
-use super::write::{self, Contents, Frees, SmallFile, Weights, Writing};
-pub use super::write::{Cancel, Counts, Progress, Report as ConvertReport};
+use super::write::layout::{ShardLayout, ShardPlan};
+use super::write::{self, Contents, Frees, Proof, SmallFile, Weights, Writing};
+pub use super::write::{Cancel, Counts, PlanLine, Progress, Report as ConvertReport};
 use super::{Checkpoint, config, refuse_unfinished, tensors};
-use crate::kernels::Format;
-use source::Source;
+use crate::kernels::{Format, Kernels};
+use millstream_io::FileId;
+use source::{Consume, Source};
+use stamps::{STAMPS_NAME, Stamps};
+use std::collections::BTreeSet;
 use std::path::Path;
-use weights::Encoder;
+use weights::{Earlier, Encoder};
 
 /// Files beside the shards that belong to the model and are copied with it.
 const COPIED: [&str; 11] = [
@@ -110,32 +114,55 @@ pub fn verify(
     let remembered = record.as_ref().map(Record::headers).unwrap_or_default();
     let checkpoint = Checkpoint::open_remembering(src, &["config.json"], &remembered)?;
     let source = Source::new(&checkpoint, record)?;
+    let planned = plan::shards(&checkpoint, options)?;
+    let context =
+        Context { names: names(&planned), gone: source.gone(&source.needs(&planned)?), way: Some(Way::Check) };
     let contents = Contents {
-        shards: plan::shards(&checkpoint, options)?,
+        shards: planned,
         small_files: small_files(&checkpoint.dir)?,
         identity: source.identity(),
         parameters: options.parameters(),
         frees: Frees::default(),
     };
     let shards = contents.shards.len();
-    let whole = source.is_whole();
+    let (whole, kernels) = (source.is_whole(), Kernels::best());
     if whole && checkpoint.formats().any(|format| format == Format::Fp8Block) {
-        selftest::fp8()?;
+        selftest::fp8(kernels)?;
     }
-    let mut encoder = Encoder::new(&checkpoint.tensors, None);
+    let mut encoder = Encoder::new(&checkpoint.tensors, Earlier::default(), None, kernels);
     let weights: Option<&mut dyn Weights> = if whole { Some(&mut encoder) } else { None };
     let checked = write::check(dst, contents, weights, options.cancel.as_ref(), progress);
-    let checked = checked.map_err(|error| other_way(error, Way::Check))?;
-    Ok(verified(shards, checked, whole))
+    Ok(verified(shards, checked.map_err(|error| context.tell(error))?, whole))
 }
 
-fn other_way(error: CheckpointError, way: Way) -> CheckpointError {
-    match error {
-        CheckpointError::ConvertDiffers { dir, wanted, found, finished, .. } => {
-            CheckpointError::ConvertDiffers { dir, wanted, found, finished, way }
+/// What an error about the destination cannot know by itself.
+struct Context {
+    /// File names of the shards of the container.
+    names: Vec<String>,
+    /// Shards of the source that each is made from and that are gone.
+    gone: Vec<Vec<String>>,
+    /// What can be done about other parameters, where that is not to make another container.
+    way: Option<Way>,
+}
+
+impl Context {
+    fn tell(&self, error: CheckpointError) -> CheckpointError {
+        match (error, self.way) {
+            (CheckpointError::ConvertDiffers { dir, wanted, found, finished, .. }, Some(way)) => {
+                CheckpointError::ConvertDiffers { dir, wanted, found, finished, way }
+            }
+            (CheckpointError::Damaged { file, damage, .. }, _) => {
+                let number = self.names.iter().position(|name| file.ends_with(name));
+                let gone = number.map(|number| self.gone[number].clone()).unwrap_or_default();
+                CheckpointError::Damaged { file, damage, gone }
+            }
+            (other, _) => other,
         }
-        other => other,
     }
+}
+
+fn names(shards: &[ShardPlan]) -> Vec<String> {
+    shards.iter().map(|shard| shard.file_name.clone()).collect()
 }
 
 fn verified(shards: usize, checked: write::Checked, from_source: bool) -> Verified {
@@ -150,8 +177,9 @@ fn convert_source(
     options: &ConvertOptions,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<ConvertReport> {
+    let kernels = Kernels::best();
     if checkpoint.formats().any(|format| format == Format::Fp8Block) {
-        selftest::fp8()?;
+        selftest::fp8(kernels)?;
     }
     let shards = plan::shards(checkpoint, options)?;
     let source = Source::new(checkpoint, record)?;
@@ -163,10 +191,12 @@ fn convert_source(
     if is_there(&file)? {
         return Err(CheckpointError::ConvertOccupied { dir: dst.to_owned(), file });
     }
-    let kept = consume.as_ref().map(|consume| consume.kept.clone()).unwrap_or_default();
-    for (shard, reason) in &kept {
+    let stay = consume.as_ref().map(|consume| consume.kept.clone()).unwrap_or_default();
+    for (shard, reason) in &stay {
         progress(Progress::Note(format!("{shard} of the source stays: {reason}")));
     }
+    let way = if source.is_whole() { None } else { Some(Way::Keep) };
+    let context = Context { names: names(&shards), gone: source.gone(&needs), way };
     let contents = Contents {
         shards,
         small_files: small_files(&checkpoint.dir)?,
@@ -174,17 +204,41 @@ fn convert_source(
         parameters: options.parameters(),
         frees: consume.as_ref().map(|consume| consume.frees.clone()).unwrap_or_default(),
     };
-    let writing = Writing::prepare(dst, contents, options.free_bytes, progress);
-    let writing = writing.map_err(|error| if source.is_whole() { error } else { other_way(error, Way::Keep) })?;
+    let writing = Writing::prepare(dst, contents, options.free_bytes, progress).map_err(|error| context.tell(error))?;
     source.check_whole(&writing, &needs)?;
+    let proofs = stamped_proofs(&source, &writing, &needs, consume.as_ref())?;
     if consume.is_some() {
         source.remember(dst)?;
     }
-    let mut encoder = Encoder::new(&checkpoint.tensors, consume);
+    let mut encoder = Encoder::new(&checkpoint.tensors, Earlier { proofs, gone: context.gone }, consume, kernels);
     let report = writing.run(&mut encoder, options.cancel.as_ref(), progress)?;
+    if options.delete_source {
+        // What it is about has gone.
+        writing.destination().remove_small(STAMPS_NAME)?;
+    }
     let (source_shards_removed, source_bytes_removed) = encoder.removed();
-    let source_shards_kept = kept.into_iter().map(|(shard, _)| shard).collect();
+    let source_shards_kept = stay.into_iter().map(|(shard, _)| shard).collect();
     Ok(ConvertReport { source_shards_removed, source_bytes_removed, source_shards_kept, ..report })
+}
+
+/// How what an earlier run finished is proved, and the stamps of the source left beside it while they are those of all
+/// that was made from it.
+fn stamped_proofs(
+    source: &Source,
+    writing: &Writing,
+    needs: &[BTreeSet<FileId>],
+    consume: Option<&Consume>,
+) -> Result<Vec<Proof>> {
+    let (earlier, now) = (Stamps::read(writing.destination().dir()), source.stamps()?);
+    let is_same = |path: &Path| now.agree(&earlier, path);
+    let proofs = source.proofs(needs, consume, &is_same);
+    if writing.is_new() {
+        writing.destination().write_small(STAMPS_NAME, &now.bytes())?;
+    } else if !source.all_here(&is_same) {
+        // What is written now comes from other files than what is there.
+        writing.destination().remove_small(STAMPS_NAME)?;
+    }
+    Ok(proofs)
 }
 
 /// How large a conversion's result would be.

@@ -27,24 +27,22 @@ fn item(source: &Checkpoint, options: &ConvertOptions, tensor: Required) -> Resu
     };
     if target == Format::Nvfp4 {
         return Err(CheckpointError::ConvertOptions {
-            what: format!("{}: tensor {name}", source.tensors.path(data.file).display()),
-            expected: "a format that a container can hold, for a repack".to_owned(),
+            what: format!("--repack: {}: tensor {name}", source.tensors.path(data.file).display()),
+            expected: "a format that a container can hold".to_owned(),
             found: format!("{format}, which has to be converted"),
         });
     }
     if format.is_integer() && target != format {
-        return Err(CheckpointError::ConvertOptions {
-            what: format!("{}: tensor {name}", source.tensors.path(data.file).display()),
-            expected: "a float or FP8 source, or a repack that keeps the weights".to_owned(),
-            found: format!("{format}, to be made {target}"),
-        });
+        let file = source.tensors.path(data.file).to_owned();
+        return Err(CheckpointError::Quantized { file, tensor: name, format, target });
     }
     let item = Item { name, shape, target };
     if target.is_integer() {
         let read_as = container::inferred(rows, cols, item.data_bytes(), item.scale_count());
         if read_as != Some(target) {
+            let option = if matches!(target, Format::Int4Group { .. }) { "--group" } else { "the width" };
             return Err(CheckpointError::ConvertOptions {
-                what: format!("tensor {} [{rows}, {cols}]", item.name),
+                what: format!("{option}: tensor {} [{rows}, {cols}]", item.name),
                 expected: "a format that readers recognize by its size".to_owned(),
                 found: match read_as {
                     Some(other) => format!("{target}, which they would take for {other}"),

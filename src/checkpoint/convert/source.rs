@@ -1,11 +1,12 @@
 //! What a conversion reads: which model it is, which shards each part of the container needs, and when they may go.
 
+use super::stamps::Stamps;
 use super::weights::source_of;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::consumed::{self, Record};
 use crate::checkpoint::error::{CheckpointError, Result, io_error, is_there};
 use crate::checkpoint::write::layout::{Item, ShardPlan};
-use crate::checkpoint::write::{Frees, Writing};
+use crate::checkpoint::write::{Frees, Proof, Writing};
 use millstream_io::{FileId, FileSpan};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::{self, File};
@@ -92,14 +93,55 @@ impl<'a> Source<'a> {
     /// Refuses to write what needs a shard that is gone.
     pub fn check_whole(&self, writing: &Writing, needs: &[BTreeSet<FileId>]) -> Result<()> {
         let Some(record) = &self.record else { return Ok(()) };
+        let all = self.gone(needs);
         for (number, shard) in writing.missing() {
-            let gone: Vec<String> = needs[number].intersection(&self.gone).map(|&file| self.name(file)).collect();
+            let gone = all[number].clone();
             if !gone.is_empty() {
                 let (dir, into) = (self.checkpoint.dir.clone(), record.into.clone());
                 return Err(CheckpointError::SourceGone { dir, shard: shard.to_owned(), gone, into });
             }
         }
         Ok(())
+    }
+
+    /// How each shard that an earlier run had finished is proved; `is_same` says whether a shard of the source is still
+    /// the file that it was made from.
+    pub fn proofs(
+        &self,
+        needs: &[BTreeSet<FileId>],
+        consume: Option<&Consume>,
+        is_same: &dyn Fn(&Path) -> bool,
+    ) -> Vec<Proof> {
+        let same = |file: &FileId| is_same(self.checkpoint.tensors.path(*file));
+        let proof = |(number, files): (usize, &BTreeSet<FileId>)| {
+            let goes = consume.is_some_and(|consume| consume.needs_proof[number]);
+            match files.is_disjoint(&self.gone) {
+                // It cannot be made again, and only its checksums tell what it was.
+                false => Proof::Read,
+                true if !goes => Proof::None,
+                true if files.iter().all(same) => Proof::Read,
+                true => Proof::Compared,
+            }
+        };
+        needs.iter().enumerate().map(proof).collect()
+    }
+
+    /// For each shard of the container names of those that it is made from and that are gone.
+    pub fn gone(&self, needs: &[BTreeSet<FileId>]) -> Vec<Vec<String>> {
+        let names = |files: &BTreeSet<FileId>| files.intersection(&self.gone).map(|&file| self.name(file)).collect();
+        needs.iter().map(names).collect()
+    }
+
+    /// Whether every shard that is there is as `is` says.
+    pub fn all_here(&self, is: &dyn Fn(&Path) -> bool) -> bool {
+        let mut paths = self.checkpoint.tensors.paths().iter().zip((0..).map(FileId));
+        paths.all(|(path, file)| self.gone.contains(&file) || is(path))
+    }
+
+    /// Stamps of the shards that are there.
+    pub fn stamps(&self) -> Result<Stamps> {
+        let paths = self.checkpoint.tensors.paths().iter().zip((0..).map(FileId));
+        Stamps::of(paths.filter(|(_, file)| !self.gone.contains(file)).map(|(path, _)| path))
     }
 
     /// Which shards may go, and when: those of which everything is in the container. Refuses a source whose shards cannot
@@ -139,7 +181,6 @@ impl<'a> Source<'a> {
             after: vec![Vec::new(); needs.len()],
             frees: Frees { device: here.dev(), after: vec![0; needs.len()] },
             needs_proof: needs.iter().map(|files| files.iter().any(|file| last.contains_key(file))).collect(),
-            can_make: needs.iter().map(|files| files.is_disjoint(&self.gone)).collect(),
             removed: (0, 0),
             kept: kept.map(|(&file, names)| (self.name(file), reason_to_stay(names))).collect(),
         };
@@ -189,8 +230,8 @@ pub(crate) struct Consume {
     after: Vec<Vec<(PathBuf, u64)>>,
     /// The space that gives.
     pub frees: Frees,
+    /// For each shard of the container, whether something that it is made from is removed.
     needs_proof: Vec<bool>,
-    can_make: Vec<bool>,
     /// Shards removed, and their bytes.
     pub removed: (usize, u64),
     /// Shards that stay, and why.
@@ -198,16 +239,6 @@ pub(crate) struct Consume {
 }
 
 impl Consume {
-    /// Whether a shard of the container is made from one that will be removed.
-    pub fn needs_proof(&self, number: usize) -> bool {
-        self.needs_proof[number]
-    }
-
-    /// Whether every shard that this one of the container is made from is there. None that it needs goes before it is stored.
-    pub fn can_make(&self, number: usize) -> bool {
-        self.can_make[number]
-    }
-
     /// All shards of the container up to this one are stored.
     pub fn stored(&mut self, number: usize) -> Result<()> {
         let (paths, bytes): (Vec<PathBuf>, Vec<u64>) = self.after[number].drain(..).unzip();

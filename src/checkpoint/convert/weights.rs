@@ -7,10 +7,11 @@ use crate::checkpoint::container::MatrixSource;
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::tensors::TensorMap;
 use crate::checkpoint::write::layout::{Item, ShardPlan};
-use crate::checkpoint::write::{self, Weights};
+use crate::checkpoint::write::{self, Proof, Weights};
 use crate::kernels::{EncodeError, FP8_BLOCK, Format, Kernels, MatrixSpec, WeightRef, encode};
 use crate::limits::CONVERT_PIECE_BYTES;
 use millstream_io::{FileId, FileSet, FileSpan, IoMode};
+use rayon::ThreadPool;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -23,10 +24,24 @@ pub(crate) struct Encoder<'a> {
     /// What the shard that is being made is made from.
     ahead: Option<ReadAhead>,
     taken: Arc<AtomicU64>,
+    /// What an earlier run left, of the source and of the container.
+    earlier: Earlier,
     /// Shards that are removed when nothing needs them any more.
     consume: Option<Consume>,
+    kernels: &'static Kernels,
+    /// Those that encode, where there are any.
+    threads: Option<ThreadPool>,
     output: Vec<u8>,
     output_scales: Vec<f32>,
+}
+
+/// What an earlier run left, for each shard of the container.
+#[derive(Default)]
+pub(crate) struct Earlier {
+    /// How it is proved where it is finished.
+    pub proofs: Vec<Proof>,
+    /// Shards of the source that it is made from and that are gone.
+    pub gone: Vec<Vec<String>>,
 }
 
 /// Rows of a matrix that are read and encoded together.
@@ -97,16 +112,16 @@ impl Weights for Encoder<'_> {
         self.ahead.take().map_or(Ok(()), |ahead| ahead.check_unchanged())
     }
 
-    fn needs_proof(&self, number: usize) -> bool {
-        self.consume.as_ref().is_some_and(|consume| consume.needs_proof(number))
+    fn proof(&self, number: usize) -> Proof {
+        self.earlier.proofs.get(number).copied().unwrap_or(Proof::None)
+    }
+
+    fn gone(&self, number: usize) -> Vec<String> {
+        self.earlier.gone.get(number).cloned().unwrap_or_default()
     }
 
     fn source(&self) -> &Path {
         self.source.dir()
-    }
-
-    fn can_make(&self, number: usize) -> bool {
-        self.consume.as_ref().is_none_or(|consume| consume.can_make(number))
     }
 
     fn stored(&mut self, number: usize) -> Result<()> {
@@ -119,9 +134,10 @@ impl Weights for Encoder<'_> {
 }
 
 impl<'a> Encoder<'a> {
-    pub fn new(source: &'a TensorMap, consume: Option<Consume>) -> Self {
+    pub fn new(source: &'a TensorMap, earlier: Earlier, consume: Option<Consume>, kernels: &'static Kernels) -> Self {
         let (taken, output, output_scales) = Default::default();
-        Encoder { source, ahead: None, taken, consume, output, output_scales }
+        let threads = write::threads();
+        Encoder { source, ahead: None, taken, earlier, consume, kernels, threads, output, output_scales }
     }
 
     /// Shards of the source that were removed, and their bytes.
@@ -137,14 +153,14 @@ impl<'a> Encoder<'a> {
         // Every byte is overwritten, but a row without scales still needs a place to stand for it.
         self.output.resize(rows * row_bytes, 0);
         self.output_scales.resize(rows * row_scales.max(1), 0.0);
-        let kernels = Kernels::best();
+        let kernels = self.kernels;
         let scale_chunk = row_scales.max(1);
         let convert = |values: &mut Vec<f32>, (row, (data, scales)): (usize, (&mut [u8], &mut [f32]))| {
             kernels.decode_row(weights, row, values);
             encode_row(target, values, data, scales).err().map(|(col, value)| (row, col, value))
         };
         let (output, output_scales) = (&mut self.output, &mut self.output_scales);
-        let encoded = match write::threads() {
+        let encoded = match &self.threads {
             Some(threads) => threads.install(|| {
                 let rows = output.par_chunks_mut(row_bytes).zip(output_scales.par_chunks_mut(scale_chunk));
                 rows.enumerate().map_init(|| vec![0f32; cols], convert).find_map_first(|fault| fault)

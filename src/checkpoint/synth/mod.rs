@@ -11,7 +11,7 @@ use super::convert::{ConvertOptions, Width};
 use super::error::{CheckpointError, Result, io_error, is_there};
 use super::required::{Required, Role, Shape};
 use super::write::layout::Item;
-use super::write::{Cancel, Contents, Frees, Progress, Report, SmallFile, Writing, plan};
+use super::write::{self, Cancel, Contents, Frees, Progress, Report, SmallFile, Writing, plan};
 use super::{Checkpoint, UNFINISHED_NAME};
 use crate::kernels::Format;
 use serde_json::{Map, Value, json};
@@ -211,7 +211,8 @@ pub fn synth(dst: &Path, options: &SynthOptions, progress: &mut dyn FnMut(Progre
     let (parameters, frees) = (options.parameters(), Frees::default());
     let contents = Contents { shards, small_files, identity, parameters, frees };
     let result = Writing::prepare(dst, contents, options.free_bytes, progress).and_then(|writing| {
-        let written = writing.run(&mut Generator::new(options.seed), options.cancel.as_ref(), progress);
+        let mut weights = Generator::new(options.seed, write::threads());
+        let written = writing.run(&mut weights, options.cancel.as_ref(), progress);
         written.inspect_err(|_| writing.discard())
     });
     result.inspect_err(|_| {

@@ -6,9 +6,10 @@
 
 use crate::checkpoint::error::Result;
 use crate::checkpoint::required::Shape;
+use crate::checkpoint::write::Weights;
 use crate::checkpoint::write::layout::Item;
-use crate::checkpoint::write::{self, Weights};
 use crate::kernels::{Format, Kernels, MatrixSpec, WeightRef};
+use rayon::ThreadPool;
 use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -24,12 +25,14 @@ const _: () = assert!(CHUNK_BYTES.is_multiple_of(BLOCK_BYTES));
 /// The weights of a seed.
 pub(crate) struct Generator {
     seed: u64,
+    /// Those that draw, where there are any.
+    threads: Option<ThreadPool>,
     buffer: Vec<u8>,
 }
 
 impl Generator {
-    pub fn new(seed: u64) -> Generator {
-        Generator { seed, buffer: Vec::new() }
+    pub fn new(seed: u64, threads: Option<ThreadPool>) -> Generator {
+        Generator { seed, threads, buffer: Vec::new() }
     }
 }
 
@@ -40,7 +43,7 @@ impl Weights for Generator {
         let bytes = item.data_bytes() as usize;
         for start in (0..bytes).step_by(CHUNK_BYTES) {
             self.buffer.resize(CHUNK_BYTES.min(bytes - start), 0);
-            codes.fill(key, start, &mut self.buffer);
+            codes.fill(key, start, &mut self.buffer, self.threads.as_ref());
             put(&self.buffer)?;
         }
         Ok(codes.scales(!key, item.scale_count() as usize))
@@ -118,7 +121,7 @@ impl Codes {
     }
 
     /// Bytes `start..` of the stream of `key`; `start` is a multiple of [`BLOCK_BYTES`].
-    fn fill(&self, key: u64, start: usize, out: &mut [u8]) {
+    fn fill(&self, key: u64, start: usize, out: &mut [u8], threads: Option<&ThreadPool>) {
         let block = |(number, out): (usize, &mut [u8])| {
             let first = (start + number * BLOCK_BYTES) / (8 * self.width);
             match self.width {
@@ -128,7 +131,7 @@ impl Codes {
                 width => unreachable!("no format has elements of {width} bytes"),
             }
         };
-        match write::threads() {
+        match threads {
             Some(threads) => threads.install(|| out.par_chunks_mut(BLOCK_BYTES).enumerate().for_each(block)),
             None => out.chunks_mut(BLOCK_BYTES).enumerate().for_each(block),
         }
@@ -203,7 +206,7 @@ mod tests {
     /// Weights and scales of an item.
     fn drawn(seed: u64, item: &Item) -> (Vec<u8>, Vec<u8>) {
         let mut bytes = Vec::new();
-        let scales = Generator::new(seed).write(item, &mut |piece| {
+        let scales = Generator::new(seed, None).write(item, &mut |piece| {
             bytes.extend_from_slice(piece);
             Ok(())
         });

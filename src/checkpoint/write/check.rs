@@ -4,7 +4,7 @@ use super::layout::{HASHES_KEY, ShardLayout, ShardPlan};
 use super::{Cancel, Contents, Counts, PROGRESS_BYTES, Progress, Weights, Writing, readback, shard};
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::error::{CheckpointError, Result};
-use crate::checkpoint::tensors::TensorInfo;
+use crate::checkpoint::tensors::{TensorInfo, shard_paths};
 use crate::checkpoint::verify::{HashedRun, Manifest};
 use std::path::Path;
 use std::sync::Arc;
@@ -59,7 +59,14 @@ pub(crate) fn check_alone(
     cancel: Option<&Cancel>,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<(usize, Checked)> {
-    let container = Checkpoint::open_with(dst, &["config.json"])?;
+    let container = match Checkpoint::open_with(dst, &["config.json"]) {
+        // Nobody fetches again what was made here.
+        Err(error @ CheckpointError::Header { .. }) => {
+            let checked = Checked { damage: vec![error.to_string()], ..Checked::default() };
+            return Ok((shard_paths(dst)?.len(), checked));
+        }
+        opened => opened?,
+    };
     let manifest = Manifest::read(&container)?;
     let paths = container.tensors.paths();
     if manifest.is_empty() {

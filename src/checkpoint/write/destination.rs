@@ -22,9 +22,10 @@ pub(crate) type SmallFile = (&'static str, Vec<u8>);
 
 pub(crate) struct Destination {
     dir: PathBuf,
-    /// The directory; where it is written into it is locked until that ends: of two that write the same files under the same temporary
-    /// names, one would publish what the other has half written. The lock is on the directory because that is neither
-    /// renamed nor removed while it is written into, as the files in it are; it goes with the process that held it.
+    /// The directory; where it is written into it is locked until that ends: of two that write the same files under the
+    /// same temporary names, one would publish what the other has half written. The lock is on the directory because that
+    /// is neither renamed nor removed while it is written into, as the files in it are; it goes with the process that held
+    /// it.
     opened: File,
     /// What the marker of unfinished writing says.
     marker: String,
@@ -42,9 +43,7 @@ impl Destination {
         parameters: &str,
     ) -> Result<Destination> {
         make_dir(dst)?;
-        let marker = format!("{parameters} source={identity}");
-        let destination = Destination { dir: dst.to_owned(), opened: lock(dst)?, marker, small_files };
-        destination.check_owner(shards)?;
+        let destination = Destination::of(dst, lock(dst)?, shards, small_files, identity, parameters)?;
         destination.remove_leftovers()?;
         Ok(destination)
     }
@@ -58,6 +57,18 @@ impl Destination {
         parameters: &str,
     ) -> Result<Destination> {
         let opened = File::open(dst).map_err(io_error("open", dst))?;
+        Destination::of(dst, opened, shards, small_files, identity, parameters)
+    }
+
+    /// The directory that is open, if what it holds is of this writing.
+    fn of(
+        dst: &Path,
+        opened: File,
+        shards: &[ShardPlan],
+        small_files: Vec<SmallFile>,
+        identity: &str,
+        parameters: &str,
+    ) -> Result<Destination> {
         let marker = format!("{parameters} source={identity}");
         let destination = Destination { dir: dst.to_owned(), opened, marker, small_files };
         destination.check_owner(shards)?;
@@ -128,10 +139,15 @@ impl Destination {
 
     /// Takes the mark of [`Destination::begin`] away, where there is one: the directory is a model.
     pub fn end(&self) -> Result<()> {
-        let marker = self.dir.join(UNFINISHED_NAME);
-        match fs::remove_file(&marker) {
+        self.remove_small(UNFINISHED_NAME)
+    }
+
+    /// Removes a small file, where there is one.
+    pub fn remove_small(&self, name: &str) -> Result<()> {
+        let path = self.dir.join(name);
+        match fs::remove_file(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => {}
-            other => other.map_err(io_error("remove", &marker))?,
+            other => other.map_err(io_error("remove", &path))?,
         }
         self.sync()
     }
@@ -158,7 +174,10 @@ impl Destination {
         }
         for path in shard_paths(&self.dir)? {
             let planned = shards.iter().any(|shard| path.ends_with(&shard.file_name));
-            let metadata = header::read(&path, FileId(0))?.metadata;
+            let metadata = match header::read(&path, FileId(0)) {
+                Err(error) if planned => return Err(damaged(error)),
+                read => read?.metadata,
+            };
             match (metadata.get(PARAMETERS_KEY), metadata.get(SOURCE_KEY)) {
                 (Some(parameters), Some(source)) => {
                     self.check_parameters(&format!("{parameters} source={source}"))?;
@@ -205,19 +224,23 @@ impl Destination {
 
     /// A shard has its name only when it is whole; its header must be the planned one, whatever its hashes.
     fn hashes_of(&self, path: &Path, layout: &ShardLayout) -> Result<Vec<u64>> {
-        let metadata = header::read(path, FileId(0))?.metadata;
+        let metadata = header::read(path, FileId(0)).map_err(damaged)?.metadata;
+        let other = || {
+            let damage = "its header is another than this conversion writes".to_owned();
+            CheckpointError::Damaged { file: path.to_owned(), damage, gone: Vec::new() }
+        };
         let hashes: Map<String, Value> =
             metadata.get(HASHES_KEY).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default();
         let hash = |name: &String| u64::from_str_radix(hashes.get(name)?.as_str()?, 16).ok();
         let Some(hashes) = layout.run_names().iter().map(hash).collect::<Option<Vec<u64>>>() else {
-            return Err(self.occupied(path.to_owned()));
+            return Err(other());
         };
         let planned = layout.header(&hashes);
         let mut found = Vec::with_capacity(planned.len());
         let file = File::open(path).map_err(io_error("open", path))?;
         file.take(planned.len() as u64).read_to_end(&mut found).map_err(io_error("read", path))?;
         if found != planned {
-            return Err(self.occupied(path.to_owned()));
+            return Err(other());
         }
         Ok(hashes)
     }
@@ -226,9 +249,9 @@ impl Destination {
     pub fn check_header(&self, path: &Path, layout: &ShardLayout, hashes: &[u64]) -> Result<()> {
         match self.hashes_of(path, layout) {
             Ok(found) if found == hashes => Ok(()),
-            Ok(_) | Err(CheckpointError::ConvertOccupied { .. } | CheckpointError::Header { .. }) => {
+            Ok(_) | Err(CheckpointError::Damaged { .. }) => {
                 let damage = "its header is another than was written".to_owned();
-                Err(CheckpointError::ReadBack { file: path.to_owned(), damage, kept: false })
+                Err(CheckpointError::ReadBack { file: path.to_owned(), damage })
             }
             Err(error) => Err(error),
         }
@@ -250,7 +273,8 @@ impl Destination {
         Ok(format!("{}\n", serde_json::to_string_pretty(&index).unwrap_or_default()))
     }
 
-    fn write_small(&self, name: &str, bytes: &[u8]) -> Result<()> {
+    /// Writes a small file, whole or not at all.
+    pub fn write_small(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let temporary = self.temporary(name);
         let mut file = File::create(&temporary).map_err(io_error("create", &temporary))?;
         file.write_all(bytes).map_err(io_error("write", &temporary))?;
@@ -260,6 +284,18 @@ impl Destination {
 
     fn sync(&self) -> Result<()> {
         self.opened.sync_all().map_err(io_error("sync", &self.dir))
+    }
+}
+
+/// A header that breaks the format, of a shard that this program wrote.
+fn damaged(error: CheckpointError) -> CheckpointError {
+    match error {
+        CheckpointError::Header { file, tensor, what, expected, found } => {
+            let place = tensor.map_or(String::new(), |tensor| format!("tensor {tensor}: "));
+            let damage = format!("{place}{what}: expected {expected}, found {found}");
+            CheckpointError::Damaged { file, damage, gone: Vec::new() }
+        }
+        other => other,
     }
 }
 

@@ -25,6 +25,8 @@ pub(crate) const PARAMETERS_KEY: &str = "millstream.parameters";
 /// Metadata key of the hashes of all runs: a JSON map from a run's name to 16 hexadecimal digits of XXH3-64 over its
 /// bytes in the file.
 pub const HASHES_KEY: &str = "millstream.xxh3";
+/// What is there is held against the header that would be written now, byte by byte: a program that writes another one
+/// has to read this one too, or it cannot go on with a source of which shards are gone.
 const VERSION: &str = "1";
 /// What the names of shards begin with.
 pub(crate) const STEM: &str = "out";
@@ -181,6 +183,16 @@ impl ShardLayout {
     /// Bytes of the file that take space.
     pub fn stored_bytes(&self) -> u64 {
         if self.hollow { self.data_start } else { self.file_bytes }
+    }
+
+    /// Bytes that are written and read back before the shard has its name.
+    pub fn work_bytes(&self) -> u64 {
+        self.stored_bytes() + self.checked_bytes()
+    }
+
+    /// Bytes that are read back: those with a checksum. A hole has nothing to be read.
+    pub fn checked_bytes(&self) -> u64 {
+        if self.hollow { 0 } else { self.runs.iter().map(|run| run.bytes).sum() }
     }
 
     /// Names of the runs, in order.

@@ -9,123 +9,27 @@ mod check;
 mod destination;
 pub mod layout;
 pub(crate) mod plan;
+mod progress;
 mod readback;
+mod run;
 mod shard;
 
 use super::Checkpoint;
 use super::error::{CheckpointError, Result};
 use super::required::Shape;
 use crate::kernels::Format;
+use crate::size;
 pub(crate) use check::{Checked, check, check_alone};
 use destination::Destination;
 pub(crate) use destination::SmallFile;
 use layout::{Item, ShardLayout, ShardPlan};
-use millstream_io::{SlabPool, write_pool};
+pub use progress::{Cancel, Counts, PlanLine, Progress, Report};
 use rayon::{ThreadPool, ThreadPoolBuilder};
+use run::Run;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock};
-
-/// What is reported while a container is written.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Progress {
-    /// What whoever has this done should know: what of the source is left out, what is not as it was expected.
-    Note(String),
-    /// Once, before the first byte: what will be written.
-    Plan {
-        /// One line for each kind of weight and format.
-        lines: Vec<String>,
-        /// Shards in all.
-        shards: usize,
-        /// Bytes of all shards.
-        bytes: u64,
-        /// Of those, bytes that take space: all that are not in holes.
-        stored: u64,
-    },
-    /// A shard is begun, or was found finished.
-    Shard {
-        /// Its file name.
-        name: String,
-        /// Its number, from 1.
-        number: usize,
-        /// Shards in all.
-        of: usize,
-        /// Whether an earlier run had finished it.
-        kept: bool,
-    },
-    /// A megabyte or more, or the rest of a shard, has been stored or read back.
-    Bytes(Counts),
-}
-
-/// How far the writing is, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
-    /// Stored of all shards so far, kept ones included.
-    pub done: u64,
-    /// Of all shards, to be stored.
-    pub of: u64,
-    /// Stored by this run.
-    pub written: u64,
-    /// Still to be stored by this run.
-    pub left: u64,
-    /// Read by this run of what the weights are made from.
-    pub taken: u64,
-    /// Read back by this run and found as written.
-    pub checked: u64,
-}
-
-impl fmt::Display for Progress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Progress::Note(line) => f.write_str(line),
-            Progress::Plan { lines, shards, bytes, .. } => {
-                write!(f, "{}; {bytes} bytes in {shards} shards", lines.join("; "))
-            }
-            Progress::Shard { name, number, of, kept } => {
-                write!(f, "shard {number} of {of}: {name}{}", if *kept { ", finished before" } else { "" })
-            }
-            Progress::Bytes(Counts { done, of, .. }) => write!(f, "{done} of {of} bytes"),
-        }
-    }
-}
-
-/// What was written.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Report {
-    /// Shards written by this run.
-    pub shards_written: usize,
-    /// Shards an earlier run had finished.
-    pub shards_kept: usize,
-    /// Bytes written by this run.
-    pub bytes_written: u64,
-    /// Bytes of all shards.
-    pub bytes_total: u64,
-    /// Whether all that this run read back, what it wrote and what it proved, came around the page cache; `None` where
-    /// there was nothing.
-    pub read_back_directly: Option<bool>,
-    /// Shards of the source that this run removed.
-    pub source_shards_removed: usize,
-    /// Their bytes.
-    pub source_bytes_removed: u64,
-    /// Names of those that stay because they hold more than was converted.
-    pub source_shards_kept: Vec<String>,
-    /// The plan's lines, proved against the headers on disk.
-    pub lines: Vec<String>,
-}
-
-/// Ends the writing from outside: between two writes it looks whether the flag is up.
-#[derive(Clone, Debug)]
-pub struct Cancel(pub Arc<AtomicBool>);
-
-impl PartialEq for Cancel {
-    fn eq(&self, other: &Cancel) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-}
-
-impl Eq for Cancel {}
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 /// Where the values of weights come from.
 pub(crate) trait Weights {
@@ -143,15 +47,14 @@ pub(crate) trait Weights {
         Ok(())
     }
 
-    /// Whether something is lost for good once the shard of this number is stored: then it must be proved, whoever wrote
-    /// it.
-    fn needs_proof(&self, _number: usize) -> bool {
-        false
+    /// How the shard of this number is proved where an earlier run had finished it.
+    fn proof(&self, _number: usize) -> Proof {
+        Proof::None
     }
 
-    /// Whether all that the shard of this number is made from is still there.
-    fn can_make(&self, _number: usize) -> bool {
-        true
+    /// What of the source the shard of this number is made from, and is there no more.
+    fn gone(&self, _number: usize) -> Vec<String> {
+        Vec::new()
     }
 
     /// Where they come from, for a message.
@@ -168,6 +71,17 @@ pub(crate) trait Weights {
     fn taken(&self) -> Arc<AtomicU64> {
         Arc::default()
     }
+}
+
+/// What is asked of a shard that an earlier run had finished.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Proof {
+    /// Nothing: what it is made from is there and stays.
+    None,
+    /// That it reads back as it was written: something that it is made from is gone, or goes.
+    Read,
+    /// That too, and that it is what its source makes: whether that is what it was made from is not known.
+    Compared,
 }
 
 /// What a container is to hold.
@@ -204,10 +118,9 @@ impl Frees {
     }
 }
 
-/// The threads that encode; none where none can be started, and then the caller encodes.
-pub(crate) fn threads() -> Option<&'static ThreadPool> {
-    static THREADS: LazyLock<Option<ThreadPool>> = LazyLock::new(|| ThreadPoolBuilder::new().build().ok());
-    THREADS.as_ref()
+/// Threads that make weights; none where none can be started, and then the caller makes them.
+pub(crate) fn threads() -> Option<ThreadPool> {
+    ThreadPoolBuilder::new().build().ok()
 }
 
 /// Opens a destination, to write into it or to look at it.
@@ -223,11 +136,9 @@ pub(crate) struct Writing {
     /// Hashes of the shards that an earlier run had finished.
     kept: Vec<Option<Vec<u64>>>,
     destination: Destination,
-    lines: Vec<String>,
+    lines: Vec<PlanLine>,
     bytes_total: u64,
     bytes_stored: u64,
-    /// Bytes still to be stored.
-    needed: u64,
 }
 
 impl Writing {
@@ -269,8 +180,7 @@ impl Writing {
 
         let destination = open(dst, &shards, small_files, &identity, &parameters)?;
         let kept = destination.finished(&shards, &layouts)?;
-        let needed = layouts.iter().zip(&kept).map(|(layout, kept)| missing_bytes(layout, kept)).sum();
-        Ok(Writing { shards, layouts, kept, destination, lines, bytes_total, bytes_stored, needed })
+        Ok(Writing { shards, layouts, kept, destination, lines, bytes_total, bytes_stored })
     }
 
     /// Shards that this writing has to make, by number and name.
@@ -291,29 +201,15 @@ impl Writing {
         if self.missing().next().is_some() {
             destination.begin()?;
         }
-        let of = self.bytes_stored;
-        let mut run = Run {
-            destination,
-            pool: write_pool()?,
-            cancel: cancel.map(|cancel| Arc::clone(&cancel.0)).unwrap_or_default(),
-            taken: weights.taken(),
-            counts: Counts { of, left: self.needed, ..Counts::default() },
-            reported: 0,
-            progress,
-            direct: None,
-            remade: 0,
-        };
+        let counts = Counts { of: self.bytes_stored, left: self.work(weights), ..Counts::default() };
+        let mut run = Run::new(destination, weights.taken(), counts, cancel, progress)?;
+        self.proofs(weights).into_iter().for_each(|line| run.tell(Progress::Note(line)));
         for (number, (shard, layout)) in shards.iter().zip(layouts).enumerate() {
             let name = shard.file_name.clone();
             let is_kept = kept[number].is_some();
-            (run.progress)(Progress::Shard { name, number: number + 1, of: shards.len(), kept: is_kept });
+            run.tell(Progress::Shard { name, number: number + 1, of: shards.len(), kept: is_kept });
             match &kept[number] {
-                Some(hashes) => {
-                    run.counts.done += layout.stored_bytes();
-                    if weights.needs_proof(number) {
-                        run.kept(number, shard, layout, hashes, weights)?;
-                    }
-                }
+                Some(hashes) => run.kept(number, shard, layout, hashes, weights)?,
                 None => run.shard(shard, layout, weights)?,
             }
             weights.stored(number)?;
@@ -340,6 +236,43 @@ impl Writing {
         })
     }
 
+    /// Bytes that a run with `weights` writes, reads back and compares.
+    fn work(&self, weights: &dyn Weights) -> u64 {
+        let work = |(number, layout): (usize, &ShardLayout)| match (&self.kept[number], weights.proof(number)) {
+            (None, _) => layout.work_bytes(),
+            (Some(_), Proof::None) => 0,
+            (Some(_), Proof::Read) => layout.checked_bytes(),
+            (Some(_), Proof::Compared) => layout.checked_bytes() + layout.stored_bytes(),
+        };
+        self.layouts.iter().enumerate().map(work).sum()
+    }
+
+    /// Says what of an earlier run is proved, since that takes its time.
+    fn proofs(&self, weights: &dyn Weights) -> Vec<String> {
+        let line = |proof: Proof, what: &str| {
+            let asked = |number: &usize| self.kept[*number].is_some() && weights.proof(*number) == proof;
+            let layouts: Vec<&ShardLayout> =
+                (0..self.kept.len()).filter(asked).map(|number| &self.layouts[number]).collect();
+            let bytes = size::show(layouts.iter().map(|layout| layout.checked_bytes()).sum());
+            let shards = if layouts.len() == 1 { "shard" } else { "shards" };
+            (!layouts.is_empty()).then(|| format!("{} finished {shards}, {bytes}, {what}", layouts.len()))
+        };
+        let read = "to be read again: what they are made from is gone, or goes";
+        let compared =
+            "to be read again and made again to be compared: what they are made from goes, and may have changed";
+        [line(Proof::Read, read), line(Proof::Compared, compared)].into_iter().flatten().collect()
+    }
+
+    /// Whether no shard of an earlier run is there.
+    pub fn is_new(&self) -> bool {
+        self.kept.iter().all(Option::is_none)
+    }
+
+    /// Where it goes.
+    pub fn destination(&self) -> &Destination {
+        &self.destination
+    }
+
     /// Removes all that is written.
     pub fn discard(&self) {
         self.destination.discard(&self.shards);
@@ -351,150 +284,9 @@ fn missing_bytes(layout: &ShardLayout, kept: &Option<Vec<u64>>) -> u64 {
     if kept.is_some() { 0 } else { layout.stored_bytes() }
 }
 
-/// The writing as it goes on.
-struct Run<'a> {
-    destination: &'a Destination,
-    pool: SlabPool,
-    cancel: Arc<AtomicBool>,
-    taken: Arc<AtomicU64>,
-    counts: Counts,
-    /// Bytes written and checked when progress was last reported.
-    reported: u64,
-    progress: &'a mut dyn FnMut(Progress),
-    /// Whether all that was read back came around the page cache.
-    direct: Option<bool>,
-    /// Shards of an earlier run that were damaged and are written anew.
-    remade: usize,
-}
-
-impl Run<'_> {
-    /// Proves a shard that an earlier run had finished: that the drive has it, and, while its source is there, that it is
-    /// what that makes; of another source it would be the same headers and samples. A damaged one is written anew.
-    fn kept(
-        &mut self,
-        number: usize,
-        shard: &ShardPlan,
-        layout: &ShardLayout,
-        hashes: &[u64],
-        weights: &mut dyn Weights,
-    ) -> Result<()> {
-        match self.read_back(&self.destination.dir().join(&shard.file_name), layout, hashes) {
-            Err(error @ CheckpointError::ReadBack { .. }) if weights.can_make(number) => {
-                (self.progress)(Progress::Note(format!("{error}; it is written anew")));
-                self.remade += 1;
-                self.counts.done -= layout.stored_bytes();
-                self.counts.left += layout.stored_bytes();
-                self.shard(shard, layout, weights)
-            }
-            Err(CheckpointError::ReadBack { file, damage, .. }) => {
-                Err(CheckpointError::ReadBack { file, damage, kept: true })
-            }
-            Ok(()) if weights.can_make(number) => self.compare(shard, layout, hashes, weights),
-            other => other,
-        }
-    }
-
-    /// Makes the runs of a shard again and compares them with those that are stored.
-    fn compare(
-        &mut self,
-        shard: &ShardPlan,
-        layout: &ShardLayout,
-        hashes: &[u64],
-        weights: &mut dyn Weights,
-    ) -> Result<()> {
-        let made = shard::hashes(shard, layout, weights, &mut |_| self.go_on())?;
-        match layout.run_names().iter().zip(hashes.iter().zip(&made)).find(|(_, (stored, made))| stored != made) {
-            None => Ok(()),
-            Some((run, _)) => {
-                let file = self.destination.dir().join(&shard.file_name);
-                Err(CheckpointError::OtherWeights { file, run: run.clone(), dir: weights.source().to_owned() })
-            }
-        }
-    }
-
-    /// Writes one shard, proves it and gives it its name. Half a shard is of no use and is removed.
-    fn shard(&mut self, shard: &ShardPlan, layout: &ShardLayout, weights: &mut dyn Weights) -> Result<()> {
-        let temporary = self.destination.temporary(&shard.file_name);
-        let proved = self.prove(shard, layout, weights, &temporary);
-        if proved.is_err() {
-            // The next run removes it if this fails.
-            let _ = std::fs::remove_file(&temporary);
-        }
-        proved?;
-        self.destination.publish(&temporary, &shard.file_name)
-    }
-
-    fn prove(
-        &mut self,
-        shard: &ShardPlan,
-        layout: &ShardLayout,
-        weights: &mut dyn Weights,
-        temporary: &Path,
-    ) -> Result<()> {
-        let end = self.counts.done + layout.stored_bytes();
-        let pool = self.pool.clone();
-        let hashes = shard::write(shard, layout, weights, temporary, &pool, &mut |bytes| {
-            self.add(bytes);
-            self.go_on()
-        })?;
-        // A hole has nothing to add.
-        self.add(end - self.counts.done);
-        self.report();
-        self.destination.check_header(temporary, layout, &hashes)?;
-        self.read_back(temporary, layout, &hashes)
-    }
-
-    /// Reads a shard as the drive gives it; a hole has nothing to be read.
-    fn read_back(&mut self, path: &Path, layout: &ShardLayout, hashes: &[u64]) -> Result<()> {
-        if layout.hollow {
-            return Ok(());
-        }
-        let cancel = Arc::clone(&self.cancel);
-        let read_back = readback::compare(path, layout, hashes, &cancel, &mut |bytes| {
-            self.counts.checked += bytes;
-            self.report_now_and_then();
-        })?;
-        let Some(direct) = read_back else { return Err(self.destination.interrupted()) };
-        if !direct && self.direct != Some(false) {
-            let place = self.destination.dir().display();
-            let line =
-                format!("{place} cannot be read directly: what is read back may be what is left of it in memory");
-            (self.progress)(Progress::Note(line));
-        }
-        self.direct = Some(direct && self.direct.unwrap_or(true));
-        Ok(())
-    }
-
-    fn add(&mut self, bytes: u64) {
-        self.counts.done += bytes;
-        self.counts.written += bytes;
-        self.counts.left = self.counts.left.saturating_sub(bytes);
-        self.report_now_and_then();
-    }
-
-    fn report_now_and_then(&mut self) {
-        if self.counts.written + self.counts.checked - self.reported >= PROGRESS_BYTES {
-            self.report();
-        }
-    }
-
-    fn report(&mut self) {
-        self.counts.taken = self.taken.load(Ordering::Relaxed);
-        self.reported = self.counts.written + self.counts.checked;
-        (self.progress)(Progress::Bytes(self.counts));
-    }
-
-    fn go_on(&self) -> Result<()> {
-        match self.cancel.load(Ordering::Relaxed) {
-            true => Err(self.destination.interrupted()),
-            false => Ok(()),
-        }
-    }
-}
-
 /// Lines that say what will be written: for each kind of weight its format, count and bytes.
-fn describe(shards: &[ShardPlan]) -> Vec<String> {
-    let mut tally: BTreeMap<(&str, Format), (usize, u64)> = BTreeMap::new();
+fn describe(shards: &[ShardPlan]) -> Vec<PlanLine> {
+    let mut tally: BTreeMap<(&'static str, Format), (usize, u64)> = BTreeMap::new();
     for shard in shards {
         for item in shard.runs.iter().flat_map(|run| &run.items) {
             let kind = match item.name.contains(".mlp.experts.") {
@@ -507,9 +299,7 @@ fn describe(shards: &[ShardPlan]) -> Vec<String> {
             *bytes += item.data_bytes() + 4 * item.scale_count();
         }
     }
-    let line = |((kind, format), (count, bytes)): ((&str, Format), (usize, u64))| {
-        format!("{kind}: {count} tensors as {format}, {bytes} bytes")
-    };
+    let line = |((kind, format), (tensors, bytes))| PlanLine { kind, format, tensors, bytes };
     tally.into_iter().map(line).collect()
 }
 

@@ -66,11 +66,12 @@ pub(crate) fn compare_runs(
     leave(device);
     let report = outcome?;
     if let Some(first) = report.damage.first() {
-        let damage = match report.damage.len() - 1 {
-            0 => first.to_string(),
-            more => format!("{first}; and {more} more"),
+        let more = match report.damage.len() - 1 {
+            0 => String::new(),
+            more => format!("; and {more} more"),
         };
-        return Err(CheckpointError::ReadBack { file: path.to_owned(), damage, kept: false });
+        let damage = format!("{}{more}", told(&first.run, &first.fault));
+        return Err(CheckpointError::ReadBack { file: path.to_owned(), damage });
     }
     let direct = matches!(files.access(FileId(0)), Access::Direct { .. });
     Ok((!report.interrupted).then_some(direct))
@@ -101,9 +102,14 @@ fn compare_alone(
         let (expected, found) = (run.hash, hash.digest());
         if found != expected {
             let fault = verify::Fault::Differs { expected, found };
-            let damage = verify::Damage { shard: path.to_owned(), run: run.clone(), fault }.to_string();
-            return Err(CheckpointError::ReadBack { file: path.to_owned(), damage, kept: false });
+            let damage = told(run, &fault);
+            return Err(CheckpointError::ReadBack { file: path.to_owned(), damage });
         }
     }
     Ok(Some(false))
+}
+
+/// A run that differs, without its file.
+fn told(run: &HashedRun, fault: &verify::Fault) -> String {
+    format!("{}: {} bytes at {}: {fault}", run.title(), run.span.len, run.span.offset)
 }

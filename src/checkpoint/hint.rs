@@ -1,0 +1,156 @@
+//! What to do about an error: one line for each, in the words of whoever meets it.
+
+use super::error::{CheckpointError, Way};
+use millstream_io::IoError;
+use std::io;
+
+impl CheckpointError {
+    /// One line on what to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            CheckpointError::Io { action, source, .. } => io_hint(action, source.kind()),
+            CheckpointError::SmallFilesMissing { shards: 0, .. } | CheckpointError::NoShards { .. } => {
+                "give the directory that holds the *.safetensors files of the model"
+            }
+            CheckpointError::SmallFilesMissing { .. } => {
+                "copy the small JSON files of the same checkpoint beside the shards"
+            }
+            CheckpointError::Unfinished { .. } => "run the command that wrote it again: it continues where it stopped",
+            CheckpointError::Config { field, found, .. } => config_hint(field, found),
+            CheckpointError::Header { .. } => {
+                "the shard is damaged or incomplete: fetch it again and compare its checksum"
+            }
+            CheckpointError::Duplicate { .. } => {
+                "two checkpoints are mixed in one directory: move the shards that do not belong"
+            }
+            CheckpointError::ShardsMissing { .. } => "fetch the missing shards",
+            CheckpointError::IndexDiffers { .. } => {
+                "shard and index come from different uploads: fetch both again, or remove the index if the shards are right"
+            }
+            CheckpointError::TensorMissing { .. } => "a shard is missing, or config.json belongs to another model",
+            CheckpointError::Tensor { what: "format", .. } => {
+                "config.json, the map colibri.fmt in the shard's metadata and the tensor's sizes do not agree: fetch config.json and the shard again, or take the entry out of the map if the sizes are right"
+            }
+            CheckpointError::Tensor { .. } => {
+                "config.json and shards belong to different models, or the shard is damaged"
+            }
+            CheckpointError::ScaleMissing { .. } => {
+                "fetch the shard that holds the scales; raw codes without scales are never used as weights"
+            }
+            CheckpointError::OnlySource { .. } => "make a container of it with millstream convert, and run that",
+            CheckpointError::NotFinite { .. } => "the source shard is damaged: fetch it again",
+            CheckpointError::Quantized { .. } => {
+                "give --repack to keep every weight and change only the layout, or convert the checkpoint that this was made from"
+            }
+            CheckpointError::ConvertOptions { .. } | CheckpointError::SynthOptions { .. } => {
+                "change the option named above"
+            }
+            CheckpointError::ConvertDiffers { way: Way::Keep, .. } => {
+                "shards of the source were removed as they were converted: keep this directory, it may be the only copy of the model; give the parameters it was made with"
+            }
+            CheckpointError::ConvertDiffers { way: Way::Check, .. } => {
+                "a check needs the flags and the source that the container was made with: give those that are there"
+            }
+            CheckpointError::ConvertDiffers { finished: true, .. } => {
+                "give another destination, or, where its own source is still whole, remove this one"
+            }
+            CheckpointError::ConvertDiffers { .. } => {
+                "give the parameters it was begun with to continue it, or another destination"
+            }
+            CheckpointError::Consumed { .. } => {
+                "give the directory that it was converted into; if that is not finished, the same conversion continues; where the whole model was fetched again, remove .millstream-consumed.json"
+            }
+            CheckpointError::SourceGone { .. } => {
+                "continue the conversion that removed them, into its own destination, or fetch them again"
+            }
+            CheckpointError::SourceKept { source, .. } if is_full(source.kind()) => {
+                "leave --delete-source out, or free some space there: what the shards were is recorded before they go"
+            }
+            CheckpointError::SourceKept { .. } => {
+                "leave --delete-source out, or make the directory writable for this user"
+            }
+            CheckpointError::Interrupted { .. } => "the same command continues",
+            CheckpointError::ConvertBusy { .. } => "wait for it to end, or give another destination",
+            CheckpointError::SourceBusy { .. } => "wait for it to end: what it makes is the model then",
+            CheckpointError::ConvertOccupied { .. } => "give an empty or new directory",
+            CheckpointError::Device(IoError::Memory { .. }) => "free memory, or allow this process more of it",
+            CheckpointError::Device(IoError::Changed { .. }) => {
+                "somebody writes into the source: let that end, then run the same command again"
+            }
+            CheckpointError::Device(_) => "check the drive's health (dmesg); the same command continues",
+            CheckpointError::Damaged { gone, .. } if gone.is_empty() => {
+                "if it was made by this conversion, remove it and convert again with the same flags, which makes it anew; check the drive's health (dmesg)"
+            }
+            CheckpointError::Damaged { .. } => {
+                "put a whole copy of it in its place, or fetch what it was made from again, remove it and convert again with the same flags; check the drive's health (dmesg)"
+            }
+            CheckpointError::Record { .. } => {
+                "it told what the removed shards were: put a whole copy in its place, or fetch those shards again and remove it; then the same conversion goes on"
+            }
+            CheckpointError::ReadBack { .. } => {
+                "the drive or the memory is at fault (dmesg): nothing of this shard was kept; the same command writes it again"
+            }
+            CheckpointError::OtherWeights { .. } => {
+                "it was made from another model with the same headers: give another destination; nothing was removed for this shard"
+            }
+            CheckpointError::SelfTest { .. } => {
+                "nothing was converted: the processor or this build of the program is at fault"
+            }
+            CheckpointError::NoSpace { .. } => "free space, or give a destination on a larger drive",
+        }
+    }
+}
+
+/// Whether there was no room.
+fn is_full(kind: io::ErrorKind) -> bool {
+    matches!(kind, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
+/// What to do about a refusal of the system.
+fn io_hint(action: &str, kind: io::ErrorKind) -> &'static str {
+    use io::ErrorKind::{AlreadyExists, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
+    let writes = ["create", "write", "rename", "sync", "remove", "lock"].contains(&action);
+    match kind {
+        _ if is_full(kind) => "free space and run the same command again",
+        ReadOnlyFilesystem => "the file system is mounted read-only: give another destination",
+        PermissionDenied if writes => {
+            "permission: this user may not write there; give another destination, or change who may"
+        }
+        PermissionDenied => "permission: this user may not read it, or not enter a directory above it",
+        AlreadyExists | NotADirectory => "a file is where a directory should be: check the path",
+        NotFound if writes => "check the path of the destination",
+        NotFound => "check the path; in a download cache a dangling link means the file was never fetched",
+        _ if writes => "check the drive that is written to (dmesg)",
+        _ => "check the drive's health (dmesg)",
+    }
+}
+
+/// What to do about a small file: fetch it again where it is damaged, and never where it is right but unsupported.
+fn config_hint(field: &str, found: &str) -> &'static str {
+    const VARIANT: [&str; 7] = [
+        "scoring_func",
+        "topk_method",
+        "hidden_act",
+        "attention_bias",
+        "moe_layer_freq",
+        "rope_interleave",
+        "indexer_rope_interleave",
+    ];
+    const ROPE: [&str; 5] = ["rope_type", "type", "partial_rotary_factor", "factor", "attention_factor"];
+    let last = field.rsplit('.').next().unwrap_or(field);
+    if ["JSON", "weight_map", "length"].contains(&field) {
+        "the file is damaged or cut short: fetch it again"
+    } else if found == "nothing" {
+        "the file lacks a value that decides what the model is: compare it with the one of the model's publisher"
+    } else if field == "model_type" {
+        "models of this type are not supported: only those of type glm_moe_dsa and olmoe are"
+    } else if field.starts_with("quantization_config.") {
+        "this quantization is not supported: only FP8 (e4m3) in blocks of 128 by 128, NVFP4 of modelopt, and none, are"
+    } else if field.starts_with("rope_") && ROPE.contains(&last) {
+        "this kind of rotary position embedding is not supported: only the default, without scaling, is"
+    } else if VARIANT.contains(&field) {
+        "this variant of the architecture is not supported"
+    } else {
+        "the value is damaged, or outside what this release supports: compare it with the one of the model's publisher"
+    }
+}
