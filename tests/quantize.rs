@@ -20,7 +20,7 @@ use millstream::checkpoint::convert::{ConvertOptions, Width, Widths, convert};
 use millstream::checkpoint::synth::{Precision, Preset, SynthOptions, synth};
 use millstream::checkpoint::{Checkpoint, CheckpointError};
 use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, EngineError};
-use millstream::model::load::LoadError;
+use millstream::model::load::{LoadError, Loaded};
 use millstream::model::resident::{Plan, Resident};
 use millstream::model::weights::{AttentionWeights, Layer, Matrix, Mlp, MlpWeights};
 use millstream_io::{FileSet, IoMode};
@@ -109,7 +109,7 @@ fn with_experts_of(source: &Path, converted: &Path) -> Model {
 fn load(dir: &Path, widths: &Widths, threads: usize, cancel: bool) -> Result<Resident, LoadError> {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), IoMode::Buffered).unwrap());
-    Plan::new(&checkpoint, files, true, widths)?.load(threads, &AtomicBool::new(cancel))
+    Plan::new(&checkpoint, files, true, widths)?.load(threads, &AtomicBool::new(cancel), &Loaded::default())
 }
 
 /// All matrices by their names.
@@ -280,12 +280,13 @@ fn a_file_that_ends_early_and_a_raised_flag_end_it() {
     let checkpoint = Checkpoint::open(model.path()).unwrap();
     let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), IoMode::Buffered).unwrap());
     let plan = || Plan::new(&checkpoint, files.clone(), false, &EIGHT).unwrap();
-    let cancelled = plan().load(4, &AtomicBool::new(true)).err();
+    let cancelled = plan().load(4, &AtomicBool::new(true), &Loaded::default()).err();
     assert!(matches!(cancelled, Some(LoadError::Cancelled)), "{cancelled:?}");
     let last = checkpoint.tensors.iter().max_by_key(|(_, tensor)| tensor.offset).unwrap();
     let plan = plan();
     fs::File::options().write(true).open(model.shard_path()).unwrap().set_len(last.1.offset / 2).unwrap();
-    let Some(LoadError::Read { tensor, source }) = plan.load(4, &AtomicBool::new(false)).err() else {
+    let Some(LoadError::Read { tensor, source }) = plan.load(4, &AtomicBool::new(false), &Loaded::default()).err()
+    else {
         panic!("it was read")
     };
     assert!(checkpoint.tensors.get(&tensor).is_some() && source.to_string().contains("model.safetensors"), "{source}");

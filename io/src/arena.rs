@@ -108,6 +108,15 @@ impl Arena {
     /// # Errors
     /// [`IoError::Memory`]; [`IoError::Refused`] where reserved pages are asked for and too few are free.
     pub fn with_pages(bytes: usize, pages: Pages) -> Result<Arena, IoError> {
+        let arena = Arena::mapped(bytes, pages)?;
+        if !arena.hugetlb {
+            arena.populate()?;
+        }
+        Ok(arena)
+    }
+
+    /// The memory, with its pages only where those are reserved ones.
+    fn mapped(bytes: usize, pages: Pages) -> Result<Arena, IoError> {
         let too_big = || IoError::Memory { bytes: bytes as u64, errno: Errno(libc::ENOMEM) };
         let unit = if bytes >= HUGE_PAGE_BYTES || pages == Pages::HugeTlb { HUGE_PAGE_BYTES } else { PAGE_BYTES };
         let rounded = bytes.max(1).checked_next_multiple_of(unit).ok_or_else(too_big)?;
@@ -131,8 +140,16 @@ impl Arena {
         // Advice may be refused by an old kernel; the report says which pages came of it.
         arena.advise(if pages == Pages::Off { libc::MADV_NOHUGEPAGE } else { libc::MADV_HUGEPAGE });
         arena.advise(libc::MADV_DONTFORK);
-        arena.populate()?;
         Ok(arena)
+    }
+
+    /// As [`Arena::new`], but pages come when they are touched, or with [`populate`]: whoever fills the arena in parts, from
+    /// several threads, need not wait for the pages of the whole before.
+    ///
+    /// # Errors
+    /// As [`Arena::new`].
+    pub fn reserved(bytes: usize) -> Result<Arena, IoError> {
+        Arena::mapped(bytes, Pages::Auto)
     }
 
     /// First byte of the memory.
@@ -326,6 +343,29 @@ fn remedy(enabled: &str) -> &'static str {
     match enabled.contains("[madvise]") || enabled.contains("[always]") {
         true => "memory is in pieces: write 1 to /proc/sys/vm/compact_memory before",
         false => "set /sys/kernel/mm/transparent_hugepage/enabled to madvise",
+    }
+}
+
+/// Faults in the pages of which all is in `memory`. Where the kernel cannot be asked to, they come when they are touched.
+///
+/// # Errors
+/// [`IoError::Memory`] where they cannot be had.
+pub fn populate(memory: &mut [u8]) -> Result<(), IoError> {
+    let before = memory.as_ptr().align_offset(PAGE_BYTES).min(memory.len());
+    let pages = &mut memory[before..];
+    let bytes = pages.len() / PAGE_BYTES * PAGE_BYTES;
+    if bytes == 0 {
+        return Ok(());
+    }
+    loop {
+        // SAFETY: the range is part of `memory`, which is borrowed to be written; populating changes no byte.
+        let rc = unsafe { libc::madvise(pages.as_mut_ptr().cast(), bytes, libc::MADV_POPULATE_WRITE) };
+        match if rc == 0 { 0 } else { Errno::last().0 } {
+            libc::EINTR | libc::EAGAIN => {}
+            // Kernels before 5.14 do not know the advice.
+            0 | libc::EINVAL => return Ok(()),
+            errno => return Err(IoError::Memory { bytes: bytes as u64, errno: Errno(errno) }),
+        }
     }
 }
 

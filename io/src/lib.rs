@@ -44,7 +44,7 @@ pub mod space;
 pub mod write;
 
 pub use access::{Access, IoMode};
-pub use arena::{Arena, ArenaReport, PageKind, Pages, share_heap};
+pub use arena::{Arena, ArenaReport, PageKind, Pages, populate, share_heap};
 pub use block::{BlockDevice, BlockQueue, DiskCounters};
 pub use device::sim::{SimConfig, SimFault, sim_device};
 pub use device::throttle::{ThrottleConfig, throttled};

@@ -116,6 +116,23 @@ impl Waiting {
         Waiting { what, stop: Some(stop), thread: thread.ok() }
     }
 
+    /// Shows the line that `text` makes, as [`Progress`] does, until dropped.
+    pub fn following(text: impl Fn() -> String + Send + 'static, quiet: bool) -> Waiting {
+        let what = Arc::default();
+        if quiet {
+            return Waiting { what, stop: None, thread: None };
+        }
+        let (stop, stopped) = mpsc::channel();
+        let thread = std::thread::Builder::new().name("waiting".into()).spawn(move || {
+            let mut bar = Progress::new(quiet);
+            while stopped.recv_timeout(REDRAW) == Err(RecvTimeoutError::Timeout) {
+                bar.show(&text);
+            }
+            bar.end();
+        });
+        Waiting { what, stop: Some(stop), thread: thread.ok() }
+    }
+
     /// From here on it is `what` that is being waited for.
     pub fn say(&self, what: String) {
         *self.what.lock().unwrap_or_else(PoisonError::into_inner) = what;

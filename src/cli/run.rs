@@ -3,12 +3,13 @@
 use std::cell::RefCell;
 use std::io::Write;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use crate::checkpoint::Checkpoint;
 use crate::engine::stats::Stats;
-use crate::engine::{Engine, EngineError, Finish, Guess, Job, Observer, Outcome};
+use crate::engine::{Engine, EngineError, Finish, Guess, Job, Loaded, Observer, Outcome};
 use crate::store::trace::Recorder;
 
 use super::advice::Known;
@@ -111,8 +112,11 @@ pub fn open(
         notes::on_sampling(&checkpoint.dir, &config.sampling).iter().for_each(|line| note(line));
     }
     notes::on_machine(config, machine).iter().for_each(|line| note(line));
-    let waiting = render::Waiting::begin("loading the model", args.quiet);
-    let opened = Engine::open_until(checkpoint, &config.engine(context), interrupted);
+    let loaded = Arc::new(Loaded::default());
+    let (began, follows) = (Instant::now(), Arc::clone(&loaded));
+    let text = move || loading_line(follows.bytes(), began.elapsed().as_secs_f64());
+    let waiting = render::Waiting::following(text, args.quiet);
+    let opened = Engine::open_followed(checkpoint, &config.engine(context), interrupted, &loaded);
     drop(waiting);
     let engine = match opened {
         Err(error) if error.is_cancelled() => {
@@ -128,6 +132,18 @@ pub fn open(
         note(&format!("{registered} of {all} of slabs are registered with the kernel"));
     }
     Ok(Some(engine))
+}
+
+/// How far loading is, from the bytes that are in memory and that will be.
+fn loading_line(bytes: Option<(u64, u64)>, seconds: f64) -> String {
+    match bytes {
+        None => format!("loading the model: {seconds:.0} s so far"),
+        Some((done, of)) => {
+            let percent = done as f64 / of.max(1) as f64 * 100.0;
+            let (done, of) = (size::show(done), size::show(of));
+            format!("loading the model: {done} of {of} of weights ({percent:.0} %), {seconds:.0} s so far")
+        }
+    }
 }
 
 /// Runs the job until it is done or `interrupted` is raised.
@@ -263,6 +279,13 @@ fn report(args: &RunArgs, stats: &Stats, config: &RunConfig) -> Result<(), Failu
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn loading_says_what_is_there_and_what_will_be() {
+        assert_eq!(loading_line(None, 1.4), "loading the model: 1 s so far");
+        let line = loading_line(Some((3_000_000_000, 12_000_000_000)), 3.2);
+        assert_eq!(line, "loading the model: 3.00 GB of 12.00 GB of weights (25 %), 3 s so far");
+    }
 
     #[test]
     fn the_layers_at_work_tell_how_far_the_prompt_has_been_read() {

@@ -33,6 +33,7 @@ pub use crate::forward::{Guess, GuessFrom, GuessRule, Observer};
 use crate::kernels::{Kernels, Team};
 use crate::limits::{EXPERT_RECORD_BYTES, TENSOR_INDEX_BYTES, TIMELINE_EVENTS_MAX};
 use crate::meter::{Lap, Meter};
+pub use crate::model::load::Loaded;
 use crate::model::load::{Content, Piece, fill};
 use crate::model::resident::Plan;
 pub use crate::ops::Activations;
@@ -92,6 +93,16 @@ impl Engine {
         config: &EngineConfig,
         cancel: &AtomicBool,
     ) -> Result<Engine, EngineError> {
+        Engine::open_followed(checkpoint, config, cancel, &Loaded::default())
+    }
+
+    /// As [`Engine::open_until`], telling `loaded` how far it is.
+    pub fn open_followed(
+        checkpoint: Checkpoint,
+        config: &EngineConfig,
+        cancel: &AtomicBool,
+        loaded: &Loaded,
+    ) -> Result<Engine, EngineError> {
         let (_, kind) = settle(config.io, config.device)?;
         let device: OpenDevice = &|files, pool| {
             let device = DeviceConfig {
@@ -102,12 +113,12 @@ impl Engine {
             };
             Ok(open_device(&device, files.clone(), pool)?)
         };
-        Engine::load(checkpoint, config, device, cancel)
+        Engine::load(checkpoint, config, device, cancel, loaded)
     }
 
     /// As [`Engine::open`], reading experts through the device that `device` makes.
     pub fn open_with(checkpoint: Checkpoint, config: &EngineConfig, device: OpenDevice) -> Result<Engine, EngineError> {
-        Engine::load(checkpoint, config, device, &AtomicBool::new(false))
+        Engine::load(checkpoint, config, device, &AtomicBool::new(false), &Loaded::default())
     }
 
     fn load(
@@ -115,6 +126,7 @@ impl Engine {
         config: &EngineConfig,
         device: OpenDevice,
         cancel: &AtomicBool,
+        loaded: &Loaded,
     ) -> Result<Engine, EngineError> {
         let started = Instant::now();
         let p = Prepared::new(&checkpoint, config)?;
@@ -143,12 +155,12 @@ impl Engine {
         }
         // After the slabs: reading the weights fills memory with pages of their files, and leaves none in pieces as large as
         // slabs want.
-        let resident = p.plan.load(config.threads, cancel)?;
+        let resident = p.plan.load(config.threads, cancel, loaded)?;
         if kept.bytes > 0 {
             let piece =
                 |(span, at)| Piece { tensor: "scales of experts".to_owned(), at, content: Content::Stored(span) };
             let pieces: Vec<Piece> = kept.pieces.into_iter().map(piece).collect();
-            experts.store.set_scales(fill(&p.files, &pieces, kept.bytes, config.threads, cancel)?);
+            experts.store.set_scales(fill(&p.files, &pieces, kept.bytes, config.threads, cancel, loaded)?);
         }
         let opened_in = checkpoint.took();
         let traced = traced::header(&checkpoint, &experts.store);

@@ -1,11 +1,12 @@
 //! Fills an arena from files: with bytes as they are stored, read straight into place, and with matrices that are quantized
-//! on the way, a few rows at a time, so that what they are stored in is never in memory whole.
+//! on the way, a few rows at a time, so that what they are stored in is never in memory whole. Where files are read
+//! directly the page cache has no part in it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use millstream_io::limits::{HUGE_PAGE_BYTES, PAGE_BYTES};
-use millstream_io::{Arena, FileSet, FileSpan, IoError};
+use millstream_io::{Arena, FileSet, FileSpan, IoError, populate};
 use thiserror::Error;
 
 use crate::checkpoint::convert::{Rows, encode_row, rows_of};
@@ -54,6 +55,32 @@ pub enum LoadError {
     Cancelled,
 }
 
+/// How far loading is, for whoever waits for it.
+#[derive(Debug, Default)]
+pub struct Loaded {
+    done: AtomicU64,
+    of: AtomicU64,
+}
+
+impl Loaded {
+    /// Bytes of weights that are in memory, and that will be; nothing before they are loaded.
+    pub fn bytes(&self) -> Option<(u64, u64)> {
+        match self.of.load(Ordering::Relaxed) {
+            0 => None,
+            of => Some((self.done.load(Ordering::Relaxed).min(of), of)),
+        }
+    }
+
+    /// So many bytes more are to be loaded.
+    fn expect(&self, bytes: usize) {
+        self.of.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    fn add(&self, bytes: usize) {
+        self.done.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
+
 /// A piece of an arena and what fills it.
 pub struct Piece {
     /// What it is, for an error.
@@ -87,9 +114,9 @@ fn workers(pieces: &[Piece], threads: usize) -> usize {
     if encodes { threads.clamp(LOAD_WORKERS_MIN, LOAD_WORKERS_MAX) } else { LOAD_WORKERS_MIN }
 }
 
-/// Bytes that filling an arena takes besides the arena.
-pub fn scratch_bytes(pieces: &[Piece], threads: usize) -> usize {
-    let Room { part, cols, scales } = Room::of(pieces);
+/// Bytes that filling an arena from `files` takes besides the arena.
+pub fn scratch_bytes(files: &FileSet, pieces: &[Piece], threads: usize) -> usize {
+    let Room { part, cols, scales } = Room::of(files, pieces);
     // An arena has whole pages.
     let part = part.next_multiple_of(if part < HUGE_PAGE_BYTES { PAGE_BYTES } else { HUGE_PAGE_BYTES });
     // The encoder holds a code for each column.
@@ -104,9 +131,11 @@ pub fn fill(
     bytes: usize,
     threads: usize,
     cancel: &AtomicBool,
+    loaded: &Loaded,
 ) -> Result<Arena, LoadError> {
-    let mut arena = new_arena(bytes)?;
-    let room = Room::of(pieces);
+    loaded.expect(bytes);
+    let mut arena = Arena::reserved(bytes.max(1)).map_err(|source| LoadError::Memory { bytes, source })?;
+    let room = Room::of(files, pieces);
     let jobs = Mutex::new(jobs(pieces, arena.as_mut_slice()).into_iter().enumerate());
     // The error of the first job that has one, by its number. Whoever has an earlier job still ends it.
     let failed: Mutex<Option<(usize, LoadError)>> = Mutex::new(None);
@@ -118,12 +147,15 @@ pub fn fill(
     let work = || {
         let mut scratch = None;
         while let Some((number, job)) = next() {
-            if let Err(error) = job.run(files, &room, &mut scratch, cancel) {
-                stopped.store(true, Ordering::Relaxed);
-                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
-                if failed.as_ref().is_none_or(|(first, _)| number < *first) {
-                    *failed = Some((number, error));
-                }
+            let bytes = job.bytes();
+            let Err(error) = job.run(files, &room, &mut scratch, cancel) else {
+                loaded.add(bytes);
+                continue;
+            };
+            stopped.store(true, Ordering::Relaxed);
+            let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+            if failed.as_ref().is_none_or(|(first, _)| number < *first) {
+                *failed = Some((number, error));
             }
         }
     };
@@ -142,10 +174,6 @@ pub fn fill(
         return Err(error);
     }
     Ok(arena)
-}
-
-fn new_arena(bytes: usize) -> Result<Arena, LoadError> {
-    Arena::new(bytes.max(1)).map_err(|source| LoadError::Memory { bytes, source })
 }
 
 /// A part of a piece, with its own part of the arena.
@@ -171,11 +199,15 @@ fn jobs<'a>(pieces: &'a [Piece], arena: &'a mut [u8]) -> Vec<Job<'a>> {
     for Piece { tensor, at, content } in pieces {
         match *content {
             Content::Stored(span) => {
-                let parts = take(*at, span.len as usize).chunks_mut(LOAD_PART_BYTES);
-                jobs.extend(parts.zip((span.offset..).step_by(LOAD_PART_BYTES)).map(|(out, offset)| {
+                let (mut rest, mut offset) = (take(*at, span.len as usize), span.offset);
+                while !rest.is_empty() {
+                    // Every part but the last ends with a sector of the file.
+                    let len = LOAD_PART_BYTES - offset as usize % LOAD_PART_BYTES;
+                    let (out, others) = rest.split_at_mut(len.min(rest.len()));
                     let span = FileSpan { offset, len: out.len() as u64, ..span };
-                    Job { tensor, work: Work::Read { span, out } }
-                }));
+                    (rest, offset) = (others, offset + span.len);
+                    jobs.push(Job { tensor, work: Work::Read { span, out } });
+                }
             }
             Content::Encoded { source, target, scales_at } => {
                 let MatrixSpec { rows, cols, .. } = source.spec;
@@ -195,6 +227,14 @@ fn jobs<'a>(pieces: &'a [Piece], arena: &'a mut [u8]) -> Vec<Job<'a>> {
 }
 
 impl Job<'_> {
+    /// Bytes of the arena that it fills.
+    fn bytes(&self) -> usize {
+        match &self.work {
+            Work::Read { out, .. } => out.len(),
+            Work::Encode { data, scales, .. } => data.len() + scales.len(),
+        }
+    }
+
     fn run(
         self,
         files: &FileSet,
@@ -207,22 +247,29 @@ impl Job<'_> {
         }
         let read = |span: &FileSpan, out: &mut [u8]| {
             let failed = |source| LoadError::Read { tensor: self.tensor.to_owned(), source };
-            files.read_exact_at(span.file, span.offset, out).map_err(failed)
+            files.read_placed(span.file, span.offset, out).map_err(failed)
         };
+        let none = |bytes: usize| move |source| LoadError::Memory { bytes, source };
         let (rows, target, data, scales) = match self.work {
-            Work::Read { span, out } => return read(&span, out),
+            Work::Read { span, out } => {
+                populate(out).map_err(none(out.len()))?;
+                return read(&span, out);
+            }
             Work::Encode { rows, target, data, scales } => (rows, target, data, scales),
         };
+        populate(data).map_err(none(data.len()))?;
         let scratch = match scratch {
             Some(scratch) => scratch,
-            none => none.insert(room.make()?),
+            empty => empty.insert(room.make().map_err(none(room.part))?),
         };
         let mut stored: [&[u8]; 3] = [&[]; 3];
         let mut free = scratch.part.as_mut_slice();
         for (span, part) in rows.spans.iter().zip(&mut stored) {
-            let (own, others) = free.split_at_mut(span.len as usize);
-            read(span, own)?;
-            (*part, free) = (own, others);
+            let (cover, before) = sectors(files, span);
+            let (own, others) = free.split_at_mut(room_of(&cover, files));
+            let own = &mut own[..cover.len as usize];
+            read(&cover, own)?;
+            (*part, free) = (&own[before..][..span.len as usize], others);
         }
         let encoded = encode(&rows, stored, target, data, scales, &mut scratch.values, &mut scratch.scales);
         encoded.map_err(|(row, col, value)| {
@@ -260,6 +307,20 @@ fn encode(
     Ok(())
 }
 
+/// The whole sectors that hold a span, as far as the file goes, and how far into them it begins.
+fn sectors(files: &FileSet, span: &FileSpan) -> (FileSpan, usize) {
+    let align = u64::from(files.align());
+    let before = span.offset % align;
+    let end = (span.offset + span.len).next_multiple_of(align).min(files.len_bytes(span.file));
+    let offset = span.offset - before;
+    (FileSpan { file: span.file, offset, len: end.saturating_sub(offset).max(before + span.len) }, before as usize)
+}
+
+/// Room for a cover, so that what comes behind it begins a sector too.
+fn room_of(cover: &FileSpan, files: &FileSet) -> usize {
+    (cover.len as usize).next_multiple_of(files.align() as usize)
+}
+
 /// What the encoding of the largest part needs beside the arena.
 #[derive(Default)]
 struct Room {
@@ -278,22 +339,23 @@ struct Scratch {
 }
 
 impl Room {
-    fn of(pieces: &[Piece]) -> Room {
+    fn of(files: &FileSet, pieces: &[Piece]) -> Room {
         let mut room = Room::default();
         for piece in pieces {
             let Content::Encoded { source, target, .. } = piece.content else { continue };
             let cols = source.spec.cols;
-            // The first part of a matrix is the largest.
-            let spans = rows_of(&source, LOAD_ENCODED_PART_BYTES).next().map_or(vec![], |rows| rows.spans);
-            room.part = room.part.max(spans.iter().map(|span| span.len as usize).sum());
+            for rows in rows_of(&source, LOAD_ENCODED_PART_BYTES) {
+                let covers = rows.spans.iter().map(|span| room_of(&sectors(files, span).0, files));
+                room.part = room.part.max(covers.sum());
+            }
             room.cols = room.cols.max(cols);
             room.scales = room.scales.max(target.scale_count(1, cols));
         }
         room
     }
 
-    fn make(&self) -> Result<Scratch, LoadError> {
+    fn make(&self) -> Result<Scratch, IoError> {
         let (values, scales) = (vec![0.0; self.cols], vec![0.0; self.scales]);
-        Ok(Scratch { part: new_arena(self.part)?, values, scales })
+        Ok(Scratch { part: Arena::new(self.part.max(1))?, values, scales })
     }
 }

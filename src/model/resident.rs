@@ -5,9 +5,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use millstream_io::limits::{PAGE_BYTES, PLACED_BYTES_MIN};
 use millstream_io::{Arena, FileSet, FileSpan};
 
-use super::load::{Content, LoadError, Piece, fill, scratch_bytes};
+use super::load::{Content, LoadError, Loaded, Piece, fill, scratch_bytes};
 use super::weights::{
     AttentionWeights, FullWeights, IndexerWeights, LatentWeights, Layer, Matrix, Mlp, MlpWeights, Mtp,
 };
@@ -114,12 +115,12 @@ impl Plan {
 
     /// Bytes that loading takes besides, where `threads` compute.
     pub fn scratch_bytes(&self, threads: usize) -> usize {
-        scratch_bytes(&self.pieces, threads)
+        scratch_bytes(&self.files, &self.pieces, threads)
     }
 
     /// Loads them all into one arena, quantizing in as many as `threads`; `cancel` is looked at every few megabytes.
-    pub fn load(self, threads: usize, cancel: &AtomicBool) -> Result<Resident, LoadError> {
-        let arena = fill(&self.files, &self.pieces, self.bytes, threads, cancel)?;
+    pub fn load(self, threads: usize, cancel: &AtomicBool, loaded: &Loaded) -> Result<Resident, LoadError> {
+        let arena = fill(&self.files, &self.pieces, self.bytes, threads, cancel, loaded)?;
         let Parts { embed, head, final_norm, layers, mtp } = self.model;
         Ok(Resident { arena, bytes: self.bytes, embed, head, final_norm, layers, mtp })
     }
@@ -175,9 +176,18 @@ impl Placer<'_> {
         Ok(Matrix { spec, data, scales })
     }
 
-    /// Room for bytes that stay as they are.
+    /// Room for bytes that stay as they are. Many of them lie in a page of memory as they do in one of the file, so that a
+    /// direct read puts them there.
     fn read(&mut self, tensor: &str, span: FileSpan) -> Range<usize> {
-        let room = self.place(span.len as usize);
+        let (align, offset) = (self.files.align() as usize, span.offset as usize);
+        let room = match align <= PAGE_BYTES && span.len as usize >= PLACED_BYTES_MIN {
+            true => {
+                let at = self.bytes + (offset + align - self.bytes % align) % align;
+                self.bytes = at + span.len as usize;
+                at..self.bytes
+            }
+            false => self.place(span.len as usize),
+        };
         self.pieces.push(Piece { tensor: tensor.to_owned(), at: room.start, content: Content::Stored(span) });
         room
     }
@@ -315,9 +325,9 @@ mod tests {
         let checkpoint = Checkpoint::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")).unwrap();
         let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), IoMode::Buffered).unwrap());
         let plan = || Plan::new(&checkpoint, files.clone(), false, &Widths::default()).unwrap();
-        let cancelled = plan().load(1, &AtomicBool::new(true)).err();
+        let cancelled = plan().load(1, &AtomicBool::new(true), &Loaded::default()).err();
         assert!(matches!(cancelled, Some(LoadError::Cancelled)), "{cancelled:?}");
-        let resident = plan().load(1, &AtomicBool::new(false)).unwrap();
+        let resident = plan().load(1, &AtomicBool::new(false), &Loaded::default()).unwrap();
         let embedding = checkpoint.tensors.get("model.embed_tokens.weight").unwrap();
         let mut expected = vec![0; embedding.bytes as usize];
         files.read_exact_at(embedding.file, embedding.offset, &mut expected).unwrap();
