@@ -145,7 +145,7 @@ pub(super) fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
 /// Quantizes one row; see [`super::Quantized`] for the rule and the layouts.
 #[inline(always)]
 pub(super) fn quantize_row(x: &[f32], row: QuantRowMut) {
-    let QuantRowMut { scale, sum, natural, halves, quarters, sums8 } = row;
+    let QuantRowMut { scale, sum, natural, halves, quarters, sums8, sums64 } = row;
     let max = absolute_max(x);
     let step = (max / 127.0).max(1e-12);
     let (filled, padding) = natural.split_at_mut(x.len());
@@ -162,7 +162,7 @@ pub(super) fn quantize_row(x: &[f32], row: QuantRowMut) {
     let (quarters, _) = quarters.as_chunks_mut::<BLOCK>();
     let (sums8, _) = sums8.as_chunks_mut::<{ BLOCK / 8 }>();
     *sum = 0;
-    for (((natural, halves), quarters), sums8) in natural.iter().zip(halves).zip(quarters).zip(sums8) {
+    for (((natural, halves), quarters), sums8) in natural.iter().zip(halves).zip(quarters).zip(&mut *sums8) {
         for (natural, halves) in natural.as_chunks::<128>().0.iter().zip(halves.as_chunks_mut::<128>().0) {
             for (i, pair) in natural.as_chunks::<2>().0.iter().enumerate() {
                 halves[i] = pair[0];
@@ -179,6 +179,9 @@ pub(super) fn quantize_row(x: &[f32], row: QuantRowMut) {
             *sum8 = -8 * total;
             *sum += total;
         }
+    }
+    for (sum64, eight) in sums64.iter_mut().zip(sums8.as_flattened().as_chunks::<8>().0) {
+        *sum64 = eight.iter().sum();
     }
 }
 

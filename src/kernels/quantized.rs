@@ -28,6 +28,7 @@ pub struct Quantized {
     halves: Aligned<i8>,
     quarters: Aligned<i8>,
     sums8: Aligned<i32>,
+    sums64: Aligned<i32>,
 }
 
 /// One row, borrowed by kernels.
@@ -41,6 +42,8 @@ pub(super) struct QuantRow<'a> {
     pub quarters: &'a [i8],
     /// Per run of 8 columns, minus 8 times their sum: what int4 nibbles, stored with an offset of 8, add too much.
     pub sums8: &'a [i32],
+    /// The same per run of 64 columns.
+    pub sums64: &'a [i32],
 }
 
 impl QuantRow<'_> {
@@ -51,6 +54,7 @@ impl QuantRow<'_> {
         assert_eq!(self.halves.len(), stride, "columns of a quantized row");
         assert_eq!(self.quarters.len(), stride, "columns of a quantized row");
         assert_eq!(self.sums8.len(), stride / 8, "columns of a quantized row");
+        assert_eq!(self.sums64.len(), stride / 64, "columns of a quantized row");
     }
 }
 
@@ -62,6 +66,7 @@ pub(super) struct QuantRowMut<'a> {
     pub halves: &'a mut [i8],
     pub quarters: &'a mut [i8],
     pub sums8: &'a mut [i32],
+    pub sums64: &'a mut [i32],
 }
 
 impl Quantized {
@@ -108,6 +113,7 @@ impl Quantized {
             to.halves.copy_from_slice(from.halves);
             to.quarters.copy_from_slice(from.quarters);
             to.sums8.copy_from_slice(from.sums8);
+            to.sums64.copy_from_slice(from.sums64);
         }
     }
 
@@ -121,6 +127,7 @@ impl Quantized {
             halves: &self.halves.get()[row * stride..][..stride],
             quarters: &self.quarters.get()[row * stride..][..stride],
             sums8: &self.sums8.get()[row * stride / 8..][..stride / 8],
+            sums64: &self.sums64.get()[row * stride / 64..][..stride / 64],
         }
     }
 
@@ -133,6 +140,7 @@ impl Quantized {
             halves: &mut self.halves.get_mut()[row * stride..][..stride],
             quarters: &mut self.quarters.get_mut()[row * stride..][..stride],
             sums8: &mut self.sums8.get_mut()[row * stride / 8..][..stride / 8],
+            sums64: &mut self.sums64.get_mut()[row * stride / 64..][..stride / 64],
         }
     }
 
@@ -146,6 +154,7 @@ impl Quantized {
         self.halves.reserve(bytes);
         self.quarters.reserve(bytes);
         self.sums8.reserve(bytes / 8);
+        self.sums64.reserve(bytes / 64);
     }
 }
 
@@ -193,6 +202,7 @@ mod tests {
             assert_eq!((row.halves[128], row.halves[192]), (0, 1), "{k:?}");
             assert_eq!((row.quarters[0], row.quarters[64], row.quarters[65], row.quarters[128]), (127, -127, -4, 2));
             assert_eq!((row.sums8[0], row.sums8[16], row.sums8[37]), (16, -8, -72), "{k:?}");
+            assert_eq!(row.sums64, [16, 0, -8, 0, -72, 0, 0, 0], "{k:?}");
             assert!(row.natural[300..].iter().all(|q| *q == 0));
         }
     }
@@ -244,7 +254,7 @@ mod tests {
             let (got, want) = (some.row(i), alone.row(0));
             assert_eq!((got.scale, got.sum), (want.scale, want.sum));
             assert_eq!((got.natural, got.halves), (want.natural, want.halves));
-            assert_eq!((got.quarters, got.sums8), (want.quarters, want.sums8));
+            assert_eq!((got.quarters, got.sums8, got.sums64), (want.quarters, want.sums8, want.sums64));
         }
         some.gather(&all, std::iter::empty());
         assert_eq!((some.rows(), some.cols()), (0, 300));

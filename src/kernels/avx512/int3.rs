@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::integer::sums_of_32;
-use super::{load_half_ints, load_quarter, load_signed, store_quarter_ints};
+use super::{load_quarter, load_quarter_ints, load_signed, store_quarter_ints};
 use crate::kernels::format::{INT3_GROUP, INT3_GROUP_BYTES, WeightRef};
 use crate::kernels::groups::{CHAINS, MAX_UNITS, Products, add_in_order, row_scales, scale_groups};
 use crate::kernels::quantized::QuantRow;
@@ -42,26 +42,26 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn group_sums(weights: &[u8], x: &QuantRow, sums: &mut [i32; MAX_UNITS]) {
     let (fours, rest) = weights.as_chunks::<INT3_GROUP_BYTES>().0.as_chunks::<4>();
-    let (natural, sums8) = (x.natural.as_chunks::<INT3_GROUP>().0, x.sums8.as_chunks::<8>().0);
-    let (x_fours, sums8_fours) = (natural.as_chunks::<4>().0, sums8.as_chunks::<4>().0);
-    for (((weights, x), sums8), sums) in fours.iter().zip(x_fours).zip(sums8_fours).zip(sums.as_chunks_mut::<4>().0) {
-        let quarters = sums_of_32(|k| dot(&weights[k], &x[k], &sums8[k]));
+    let natural = x.natural.as_chunks::<INT3_GROUP>().0;
+    let (x_fours, offsets) = (natural.as_chunks::<4>().0, x.sums64.as_chunks::<4>().0);
+    for (((weights, x), offsets), sums) in fours.iter().zip(x_fours).zip(offsets).zip(sums.as_chunks_mut::<4>().0) {
+        let quarters = sums_of_32(|k| dot(&weights[k], &x[k]));
         let halves = _mm256_add_epi32(_mm512_castsi512_si256(quarters), _mm512_extracti64x4_epi64::<1>(quarters));
-        store_quarter_ints(sums, _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves)));
+        let whole = _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves));
+        // The offset is 4 here, half of what `sums64` removes.
+        store_quarter_ints(sums, _mm_add_epi32(whole, _mm_srai_epi32::<1>(load_quarter_ints(offsets))));
     }
     let done = 4 * fours.len();
     for (k, (weights, sum)) in rest.iter().zip(&mut sums[done..]).enumerate() {
-        *sum = _mm512_reduce_add_epi32(dot(weights, &natural[done + k], &sums8[done + k]));
+        *sum = _mm512_reduce_add_epi32(dot(weights, &natural[done + k])) + x.sums64[done + k] / 2;
     }
 }
 
-/// 16 sums that together are that of a group. Half of what `sums8` holds removes the offset, which is 4 here. Each lies
-/// within `4 * 7 * 127 + 4 * 8 * 127`, as [`sums_of_32`] needs it.
+/// 16 sums that together are that of a group, with the offset in them: `4 * 7 * 127` at most each.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn dot(weights: &[u8; INT3_GROUP_BYTES], x: &[i8; INT3_GROUP], sums8: &[i32; 8]) -> __m512i {
-    let offsets = _mm512_zextsi256_si512(_mm256_srai_epi32::<1>(load_half_ints(sums8)));
-    _mm512_dpbusd_epi32(offsets, fields(weights), load_signed(x))
+fn dot(weights: &[u8; INT3_GROUP_BYTES], x: &[i8; INT3_GROUP]) -> __m512i {
+    _mm512_dpbusd_epi32(_mm512_setzero_si512(), fields(weights), load_signed(x))
 }
 
 /// The 64 columns of a group as 0..7.

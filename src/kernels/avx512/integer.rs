@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::{int3, single};
-use super::{load_bytes, load_ints, load_signed, store_half_ints, store_ints};
+use super::{load_bytes, load_half_ints, load_ints, load_signed, store_half_ints, store_ints};
 use crate::kernels::format::{Format, WeightRef};
 use crate::kernels::groups::{
     CHAINS, GroupSum, MAX_UNITS, Products, add_in_order, row_scales, scale_groups, zero_padded,
@@ -247,16 +247,19 @@ fn unit_sums<const WIDE: bool>(weights: &[u8], x: &QuantRow, sums: &mut [i32; MA
     let halves = x.halves.as_chunks::<128>().0;
     let sums8 = x.sums8.as_chunks::<16>().0;
     let (spans, rest) = weights.as_chunks::<256>();
+    let sums64 = x.sums64.as_chunks::<8>().0;
     let per_part = if WIDE { 2 } else { 4 };
     let mut free = sums.as_mut_slice();
-    for ((weights, halves), sums8) in spans.iter().zip(halves.as_chunks::<4>().0).zip(sums8.as_chunks::<4>().0) {
+    for (s, (weights, halves)) in spans.iter().zip(halves.as_chunks::<4>().0).enumerate() {
         let weights = weights.as_chunks::<64>().0;
-        let quarter_sums = sums_of_32(|k| dot_of_128(&weights[k], &halves[k], &sums8[k]));
         if WIDE {
+            let none = _mm512_setzero_si512();
+            let sums = sums_of_64(sums_of_32(|k| dot_of_128(&weights[k], &halves[k], none)));
             let (to, left) = free.split_first_chunk_mut().expect("units were counted");
-            store_half_ints(to, sums_of_64(quarter_sums));
+            store_half_ints(to, _mm256_add_epi32(sums, load_half_ints(&sums64[s])));
             free = left;
         } else {
+            let quarter_sums = sums_of_32(|k| dot_of_128(&weights[k], &halves[k], load_ints(&sums8[4 * s + k])));
             let (to, left) = free.split_first_chunk_mut().expect("units were counted");
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             store_ints(to, _mm512_permutexvar_epi32(order, quarter_sums));
@@ -266,7 +269,7 @@ fn unit_sums<const WIDE: bool>(weights: &[u8], x: &QuantRow, sums: &mut [i32; MA
     let mut done = MAX_UNITS - free.len();
     for (k, weights) in (4 * spans.len()..).zip(rest.chunks(64)) {
         let mut part = [0; 16];
-        store_ints(&mut part, dot_of_128(&zero_padded(weights), &halves[k], &sums8[k]));
+        store_ints(&mut part, dot_of_128(&zero_padded(weights), &halves[k], load_ints(&sums8[k])));
         for (sum, part) in sums[done..].iter_mut().zip(part.chunks(16 / per_part)) {
             *sum = part.iter().sum();
         }
@@ -277,8 +280,8 @@ fn unit_sums<const WIDE: bool>(weights: &[u8], x: &QuantRow, sums: &mut [i32; MA
 /// From four parts (16 sums of 8 columns each) the sums of 32 columns: those of part `k` in element `k` of each 128-bit
 /// lane.
 ///
-/// Until they are complete the sums fit an i16, `32 * 8 * 127` at most, so that packing and adding neighbours is two
-/// instructions for two parts.
+/// Until they are complete the sums fit an i16, `16 * 15 * 127` at most where the offset is still in them, so that packing
+/// and adding neighbours is two instructions for two parts.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn sums_of_32(part: impl Fn(usize) -> __m512i) -> __m512i {
@@ -297,13 +300,13 @@ fn sums_of_64(sums: __m512i) -> __m256i {
     _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, sums))
 }
 
-/// 16 sums of 8 columns each, offset removed.
+/// 16 sums of 8 columns each, added to `sums`: what removes the offset, or nothing.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn dot_of_128(weights: &[u8; 64], halves: &[i8; 128], sums8: &[i32; 16]) -> __m512i {
+fn dot_of_128(weights: &[u8; 64], halves: &[i8; 128], sums: __m512i) -> __m512i {
     let fields = nibbles(load_bytes(weights));
     let halves = halves.as_chunks::<64>().0;
-    let sums = _mm512_dpbusd_epi32(load_ints(sums8), fields[0], load_signed(&halves[0]));
+    let sums = _mm512_dpbusd_epi32(sums, fields[0], load_signed(&halves[0]));
     _mm512_dpbusd_epi32(sums, fields[1], load_signed(&halves[1]))
 }
 
@@ -327,7 +330,7 @@ fn chunk_sums(weights: &[u8], cols: usize, x: &QuantRow, mut total: GroupSum) ->
     let runs = cols.div_ceil(8);
     for (c, weights) in weights.chunks(64).enumerate() {
         let mut sums = [0; 16];
-        store_ints(&mut sums, dot_of_128(&zero_padded(weights), &halves[c], &sums8[c]));
+        store_ints(&mut sums, dot_of_128(&zero_padded(weights), &halves[c], load_ints(&sums8[c])));
         total.push(&sums[..16.min(runs - 16 * c)]);
     }
     total.finish()

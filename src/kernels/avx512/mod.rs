@@ -151,6 +151,13 @@ fn load_half_ints(from: &[i32; 8]) -> __m256i {
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_quarter_ints(from: &[i32; 4]) -> __m128i {
+    // SAFETY: the reference covers the 16 bytes of this unaligned load.
+    unsafe { _mm_loadu_si128(from.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn store_quarter_ints(to: &mut [i32; 4], v: __m128i) {
     // SAFETY: the reference covers the 16 bytes of this unaligned store.
     unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), v) }
