@@ -93,7 +93,12 @@ fn row_scaled<const P: usize, U>(
         }
         2 => row_blocks::<P, 4, 2, _>(w, rows.clone(), x, order, &unpack, &mut put),
         3 | 4 => row_blocks::<P, 4, 4, _>(w, rows.clone(), x, order, &unpack, &mut put),
-        _ => row_blocks::<P, 2, 8, _>(w, rows.clone(), x, order, &unpack, &mut put),
+        _ => {
+            // Four at a time: the activations of eight rows do not fit the first-level cache.
+            let (first, second) = x.split_at(4);
+            row_blocks::<P, 4, 4, _>(w, rows.clone(), first, order, &unpack, &mut put);
+            row_blocks::<P, 4, 4, _>(w, rows.clone(), second, order, &unpack, &mut |row, i, sum| put(row, 4 + i, sum));
+        }
     }
 }
 
@@ -199,7 +204,36 @@ where
             step(&mut sums[r], tail, std::array::from_fn(|i| &x[i].as_chunks::<P>().0[whole]));
         }
     }
+    if let Ok(sums16) = sums.as_flattened().try_into() {
+        let mut totals = [[0; N]; W];
+        totals.as_flattened_mut().copy_from_slice(&totals_of_16(sums16));
+        return totals;
+    }
     sums.map(|row| row.map(|v| _mm512_reduce_add_epi32(v)))
+}
+
+/// The total of each of 16 vectors.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn totals_of_16(v: &[__m512i; 16]) -> [i32; 16] {
+    // Each turn adds halves of two vectors into one that holds both.
+    let mut pairs = [_mm512_setzero_si512(); 8];
+    for k in 0..8 {
+        let (a, b) = (v[2 * k], v[2 * k + 1]);
+        pairs[k] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    }
+    let mut fours = [_mm512_setzero_si512(); 4];
+    for k in 0..4 {
+        let (a, b) = (pairs[2 * k], pairs[2 * k + 1]);
+        fours[k] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    }
+    let join = |a, b| {
+        let (even, odd) = (_mm512_shuffle_i32x4::<0b10_00_10_00>(a, b), _mm512_shuffle_i32x4::<0b11_01_11_01>(a, b));
+        _mm512_add_epi32(even, odd)
+    };
+    let mut totals = [0; 16];
+    store_ints(&mut totals, join(join(fours[0], fours[1]), join(fours[2], fours[3])));
+    totals
 }
 
 /// Groups of whole units of 32 columns, or of 64 where `WIDE`.
