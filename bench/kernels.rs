@@ -1,9 +1,11 @@
 //! How close each kernel comes to reading its weights at the speed of memory.
 //!
 //! The canonical run is `cargo bench --bench kernels`. Arguments keep the cases that have all of them among their words: the
-//! table, the format, the path, the shape, `b1` or `b8` (the batch), `t1` or `t2` (the threads). Weights are larger than
-//! any cache. Cases take turns with a plain loop that only reads, round after round, and the medians are printed; GB/s
-//! count weights and scales. "cpu" divides by the processor time of all threads over their number, instead of time on the clock,
+//! table, the format, the path, the shape, `b1`, `b8` or `b32` (the batch), `t1` or `t2` (the threads). Weights are larger
+//! than any cache; of a matrix larger than the stock as many rows are multiplied as it holds. Cases take turns with a plain
+//! loop that only reads, and with loops that only multiply in registers, round after round, and the medians are printed; GB/s
+//! count weights and scales, "of peak" is the fraction of the products that the registers alone make: of bytes on the integer
+//! path, of f32 on the exact one. "cpu" divides by the processor time of all threads over their number, instead of time on the clock,
 //! which leaves out the turns of other programs. Under `cargo test` a few small matrices pass through every case once.
 
 #![allow(unsafe_code)]
@@ -12,6 +14,15 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use millstream::kernels::{Format, Input, Isa, Kernels, MatrixSpec, Quantized, Team, WeightRef, matmul};
+
+fn measuring() -> bool {
+    std::env::args().any(|a| a == "--bench")
+}
+
+/// Bytes that weights are cut from.
+fn stock_bytes() -> usize {
+    if measuring() { 320 << 20 } else { 64 << 20 }
+}
 
 /// One line of the table.
 struct Case {
@@ -104,8 +115,14 @@ impl Stock {
 }
 
 impl Case {
+    /// What is multiplied of the matrix.
+    fn part(&self) -> MatrixSpec {
+        let room = (stock_bytes() - 4096) / self.spec.format.row_bytes(self.spec.cols);
+        MatrixSpec { rows: self.spec.rows.min(room), ..self.spec }
+    }
+
     fn bytes(&self) -> usize {
-        self.spec.data_bytes() + self.spec.scale_bytes()
+        self.part().data_bytes() + self.part().scale_bytes()
     }
 
     fn words(&self) -> [String; 6] {
@@ -117,7 +134,8 @@ impl Case {
 
     /// Seconds per matrix, over as many matrices as the stock holds.
     fn run(&self, stock: &Stock, team: &Team, limit: usize) -> Seconds {
-        let MatrixSpec { format, rows, cols } = self.spec;
+        let spec = self.part();
+        let MatrixSpec { format, rows, cols } = spec;
         let float = matches!(format, Format::F32 | Format::Bf16 | Format::F16);
         let data = if float { &stock.floats } else { &stock.integers };
         // Slabs begin on a page, and so do the matrices in them.
@@ -127,13 +145,13 @@ impl Case {
         quantized.quantize(self.kernels, &x, self.batch, cols);
         let input = Input { rows: self.batch, cols, values: &x, quantized: self.integer.then_some(&quantized) };
         let mut out = vec![0.0; self.batch * rows];
-        let matrices = (data.len() / self.spec.data_bytes()).min(limit);
-        let scale_room = stock.scales.len() - self.spec.scale_bytes();
+        let matrices = (data.len() / spec.data_bytes()).min(limit);
+        let scale_room = stock.scales.len() - spec.scale_bytes();
         let started = Started::now();
         for i in 0..matrices {
-            let data = &data[i * self.spec.data_bytes()..][..self.spec.data_bytes()];
-            let scales = &stock.scales[i * self.spec.scale_bytes() % (scale_room + 1)..][..self.spec.scale_bytes()];
-            matmul(self.kernels, team, &WeightRef::new(self.spec, data, scales), &input, &mut out);
+            let data = &data[i * spec.data_bytes()..][..spec.data_bytes()];
+            let scales = &stock.scales[i * spec.scale_bytes() % (scale_room + 1)..][..spec.scale_bytes()];
+            matmul(self.kernels, team, &WeightRef::new(spec, data, scales), &input, &mut out);
             black_box(&mut out);
         }
         let total = started.elapsed();
@@ -141,37 +159,106 @@ impl Case {
     }
 }
 
+/// The shapes of GLM-5.2: of an expert, of attention, and the head.
+const SHAPES: [(usize, usize); 6] =
+    [(2048, 6144), (6144, 2048), (16384, 2048), (6144, 16384), (28672, 512), (154_880, 6144)];
+
 fn cases(teams: &[usize]) -> Vec<Case> {
     let best = Kernels::best();
     let group = |group| Format::Int4Group { group };
-    let wide = |format| MatrixSpec { format, rows: 2048, cols: 6144 };
-    let tall = |format| MatrixSpec { format, rows: 6144, cols: 2048 };
     let lesser = Kernels::for_isa(Isa::Avx2).filter(|k| k.isa != best.isa);
     let mut cases = Vec::new();
     for &team in teams {
-        for batch in [1, 8] {
+        for batch in [1, 8, 32] {
             // Tables that are compared take their turns one after the other.
-            let mut add = |spec, integer| {
-                for kernels in [Some(best), lesser.filter(|_| batch == 1)].into_iter().flatten() {
+            let mut add = |format, (rows, cols), integer| {
+                let compared = lesser.filter(|_| batch == 1 && rows * cols == 2048 * 6144);
+                for kernels in [Some(best), compared].into_iter().flatten() {
+                    let spec = MatrixSpec { format, rows, cols };
                     cases.push(Case { kernels, spec, batch, integer, team });
                 }
             };
-            for format in [Format::Int4Row, group(64)] {
-                add(wide(format), true);
-                add(tall(format), true);
+            for format in [Format::Int4Row, group(64), Format::Int8Row, Format::Fp8Block, Format::Bf16] {
+                for shape in if batch == 1 { &SHAPES[..] } else { &SHAPES[..2] } {
+                    add(format, *shape, format.is_integer());
+                }
             }
-            for format in [group(128), group(32), Format::Int8Row, Format::Int3Group, Format::Int2Row] {
-                add(wide(format), true);
+            for format in [group(128), group(32), Format::Int3Group, Format::Int2Row] {
+                add(format, SHAPES[0], true);
             }
-            for format in [Format::F32, Format::Bf16, Format::F16, Format::Fp8Block] {
-                add(wide(format), false);
+            for format in [Format::F32, Format::F16] {
+                add(format, SHAPES[0], false);
             }
             for format in [Format::Int4Row, group(64), Format::Int8Row, Format::Int3Group] {
-                add(wide(format), false);
+                add(format, SHAPES[0], false);
             }
         }
     }
     cases
+}
+
+/// How many products a core makes of what is in its registers, in 10^9 a second: of bytes, and of f32.
+fn peaks(isa: Isa) -> [f64; 2] {
+    const TURNS: usize = 200_000;
+    const CHAINS: usize = 12;
+    let rate = |products: usize, run: &dyn Fn()| {
+        let started = Started::now();
+        run();
+        (TURNS * CHAINS * products) as f64 / started.elapsed().cpu / 1e9
+    };
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::*;
+
+        #[target_feature(enable = "avx512f,avx512vnni")]
+        fn bytes_512() {
+            let mut sums = [_mm512_setzero_si512(); CHAINS];
+            let (a, b) = black_box((_mm512_set1_epi8(1), _mm512_set1_epi8(1)));
+            for _ in 0..TURNS {
+                for sum in &mut sums {
+                    *sum = _mm512_dpbusd_epi32(*sum, a, b);
+                }
+            }
+            black_box(sums);
+        }
+
+        #[target_feature(enable = "avx512f")]
+        fn floats_512() {
+            let mut sums = [_mm512_setzero_ps(); CHAINS];
+            let (a, b) = black_box((_mm512_set1_ps(1.0), _mm512_set1_ps(1.0)));
+            for _ in 0..TURNS {
+                for sum in &mut sums {
+                    *sum = _mm512_fmadd_ps(*sum, a, b);
+                }
+            }
+            black_box(sums);
+        }
+
+        #[target_feature(enable = "avx2,fma")]
+        fn floats_256() {
+            let mut sums = [_mm256_setzero_ps(); CHAINS];
+            let (a, b) = black_box((_mm256_set1_ps(1.0), _mm256_set1_ps(1.0)));
+            for _ in 0..TURNS {
+                for sum in &mut sums {
+                    *sum = _mm256_fmadd_ps(*sum, a, b);
+                }
+            }
+            black_box(sums);
+        }
+
+        // SAFETY: that there are kernels for an instruction set means that this CPU has it.
+        let run = |function: unsafe fn()| unsafe { function() };
+        match isa {
+            Isa::Avx512 => [rate(64, &|| run(bytes_512)), rate(16, &|| run(floats_512))],
+            Isa::Avx2 => [f64::NAN, rate(8, &|| run(floats_256))],
+            Isa::Scalar => [f64::NAN; 2],
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (isa, rate(1, &|| ()));
+        [f64::NAN; 2]
+    }
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -212,21 +299,26 @@ fn vectors(rounds: usize) {
 }
 
 fn main() {
-    let measuring = std::env::args().any(|a| a == "--bench");
-    let (stock_bytes, rounds, limit) = if measuring { (320 << 20, 15, usize::MAX) } else { (64 << 20, 1, 1) };
-    let stock = Stock::new(stock_bytes);
+    let measuring = measuring();
+    let (rounds, limit) = if measuring { (15, usize::MAX) } else { (1, 1) };
+    let stock = Stock::new(stock_bytes());
     let teams = [1, 2];
     let filter: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let mut cases = cases(&teams);
     cases.retain(|case| filter.iter().all(|word| case.words().contains(word)));
     let mut reads = vec![Vec::new(); teams.len()];
     let mut times = vec![Vec::new(); cases.len()];
+    let mut products = [vec![], vec![]];
     for _ in 0..rounds {
+        for (rates, rate) in products.iter_mut().zip(peaks(Kernels::best().isa)) {
+            rates.push(rate);
+        }
         for (t, threads) in teams.iter().enumerate() {
             let team = Team::new(*threads);
             for (case, times) in cases.iter().zip(&mut times).filter(|(case, _)| case.team == *threads) {
                 // A batch is limited by arithmetic and slower: fewer matrices tell as much.
-                times.push(case.run(&stock, &team, if case.batch > 1 { limit.min(8) } else { limit }));
+                let limit = if case.batch > 1 { limit.min(64 / case.batch) } else { limit };
+                times.push(case.run(&stock, &team, limit));
             }
             for _ in 0..5 {
                 let started = Started::now();
@@ -244,22 +336,38 @@ fn main() {
     for (threads, [wall, cpu]) in teams.iter().zip(&reads) {
         println!("plain read, {threads} threads: {wall:.1} GB/s, cpu {cpu:.1}");
     }
+    let peaks = products.map(median);
+    println!("in registers, 1 core: {:.1} GMAC/s of bytes, {:.1} of f32", peaks[0], peaks[1]);
     println!(
-        "{:<8} {:<9} {:<8} {:>9} {:>5} {:>7} {:>6} {:>7} {:>6} {:>7} {:>7}",
-        "table", "format", "path", "shape", "batch", "threads", "GB/s", "of read", "cpu", "of read", "GMAC/s"
+        "{:<8} {:<9} {:<8} {:>11} {:>5} {:>7} {:>6} {:>7} {:>6} {:>7} {:>7} {:>7}",
+        "table",
+        "format",
+        "path",
+        "shape",
+        "batch",
+        "threads",
+        "GB/s",
+        "of read",
+        "cpu",
+        "of read",
+        "GMAC/s",
+        "of peak"
     );
     for (case, times) in cases.iter().zip(times) {
         let read = teams.iter().zip(&reads).find(|(t, _)| **t == case.team).map_or([f64::NAN; 2], |(_, read)| *read);
         let [wall, cpu] = rates(case.bytes(), times);
         let cpu = cpu * case.team as f64;
         let [table, format, path, shape, ..] = case.words();
+        let part = case.part();
+        let products = (part.rows * part.cols * case.batch) as f64 / case.bytes() as f64;
         println!(
-            "{table:<8} {format:<9} {path:<8} {shape:>9} {:>5} {:>7} {wall:>6.1} {:>6.0}% {cpu:>6.1} {:>6.0}% {:>7.1}",
+            "{table:<8} {format:<9} {path:<8} {shape:>11} {:>5} {:>7} {wall:>6.1} {:>6.0}% {cpu:>6.1} {:>6.0}% {:>7.1} {:>6.0}%",
             case.batch,
             case.team,
             100.0 * wall / read[0],
             100.0 * cpu / read[1],
-            (case.spec.rows * case.spec.cols * case.batch) as f64 * wall / case.bytes() as f64,
+            products * wall,
+            100.0 * products * cpu / (case.team as f64 * peaks[usize::from(!case.integer)]),
         );
     }
     vectors(if measuring { 101 } else { 1 });
