@@ -24,25 +24,8 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
             row_scaled::<1, _>(w, rows, x, |x| x.natural, 128, tile, |bytes| [_mm512_xor_si512(bytes, flip)]);
         }
         (Format::Int4Row, _) => row_scaled::<2, _>(w, rows, x, |x| x.halves, 8, tile, |bytes| nibbles(bytes)),
-        (Format::Int2Row, _) => {
-            let mask = _mm512_set1_epi8(3);
-            row_scaled::<4, _>(
-                w,
-                rows,
-                x,
-                |x| x.quarters,
-                2,
-                tile,
-                |bytes| {
-                    [
-                        _mm512_and_si512(bytes, mask),
-                        _mm512_and_si512(_mm512_srli_epi16::<2>(bytes), mask),
-                        _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), mask),
-                        _mm512_and_si512(_mm512_srli_epi16::<6>(bytes), mask),
-                    ]
-                },
-            );
-        }
+        (Format::Int2Row, [x]) => int2_alone(w, rows, x, tile),
+        (Format::Int2Row, _) => row_scaled::<4, _>(w, rows, x, |x| x.quarters, 2, tile, |bytes| pairs_of_bits(bytes)),
         (Format::Int4Group { group }, _) if group % 64 == 0 => groups_of_units::<true>(w, rows, group.into(), x, tile),
         (Format::Int4Group { group }, _) if group % 32 == 0 => groups_of_units::<false>(w, rows, group.into(), x, tile),
         (Format::Int4Group { group }, _) if group % 8 == 0 => groups_of_any(w, rows, group.into(), x, tile),
@@ -57,6 +40,19 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
 fn nibbles(bytes: __m512i) -> [__m512i; 2] {
     let mask = _mm512_set1_epi8(15);
     [_mm512_and_si512(bytes, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), mask)]
+}
+
+/// The columns that are 0, 1, 2 and 3 modulo 4 of 64 bytes, as 0..3.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn pairs_of_bits(bytes: __m512i) -> [__m512i; 4] {
+    let mask = _mm512_set1_epi8(3);
+    [
+        _mm512_and_si512(bytes, mask),
+        _mm512_and_si512(_mm512_srli_epi16::<2>(bytes), mask),
+        _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), mask),
+        _mm512_and_si512(_mm512_srli_epi16::<6>(bytes), mask),
+    ]
 }
 
 /// The order of activations that a format's kernel reads.
@@ -85,12 +81,6 @@ fn row_scaled<const P: usize, U>(
         }
     };
     match x.len() {
-        1 => {
-            let order = order(&x[0]);
-            for row in rows.clone() {
-                put(row, 0, row_alone::<P, U>(w.row(row), order, &unpack));
-            }
-        }
         2 => row_blocks::<P, 4, 2, _>(w, rows.clone(), x, order, &unpack, &mut put),
         3 | 4 => row_blocks::<P, 4, 4, _>(w, rows.clone(), x, order, &unpack, &mut put),
         _ => {
@@ -102,23 +92,27 @@ fn row_scaled<const P: usize, U>(
     }
 }
 
-/// One weight row against one activation row, for int2, which `single` measured slower on. Memory is the limit: bytes are
-/// read in the order they lie, which is what the hardware prefetches best, and four accumulators keep the additions out of
-/// the way.
+/// One activation row against int2, for which the loop of `single` measured slower. Memory is the limit: bytes are read in
+/// the order they lie, which is what the hardware prefetches best, and four accumulators keep the additions out of the way.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn int2_alone(w: &WeightRef, rows: Range<usize>, x: &QuantRow, out: &mut [f32]) {
+    let blocks = x.quarters.as_chunks::<64>().0.as_chunks::<4>().0;
+    for (out, row) in out.iter_mut().zip(rows) {
+        let sum = int2_dot(w.row(row), blocks).wrapping_sub(2 * x.sum);
+        *out = sum as f32 * w.scale(row) * x.scale;
+    }
+}
+
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn row_alone<const P: usize, U>(weights: &[u8], x: &[i8], unpack: &U) -> i32
-where
-    U: Fn(__m512i) -> [__m512i; P],
-{
-    let blocks = x.as_chunks::<64>().0.as_chunks::<P>().0;
+fn int2_dot(weights: &[u8], blocks: &[[[i8; 64]; 4]]) -> i32 {
     let (chunks, tail) = weights.as_chunks::<64>();
     let (quads, rest) = chunks.as_chunks::<4>();
-    let (x_quads, x_rest) = blocks.as_chunks::<4>();
+    let (x_quads, _) = blocks.as_chunks::<4>();
     let mut sums = [_mm512_setzero_si512(); 4];
-    let step = |sum: &mut __m512i, weights: &[u8; 64], x: &[[i8; 64]; P]| {
-        let fields = unpack(load_bytes(weights));
-        for p in 0..P {
+    let step = |sum: &mut __m512i, weights: &[u8; 64], x: &[[i8; 64]; 4]| {
+        let fields = pairs_of_bits(load_bytes(weights));
+        for p in 0..4 {
             *sum = _mm512_dpbusd_epi32(*sum, fields[p], load_signed(&x[p]));
         }
     };
@@ -127,7 +121,7 @@ where
             step(&mut sums[j], &weights[j], &x[j]);
         }
     }
-    let x_rest = if quads.len() < x_quads.len() { x_quads[quads.len()].as_slice() } else { x_rest };
+    let x_rest = &blocks[4 * quads.len()..];
     for (weights, x) in rest.iter().zip(x_rest) {
         step(&mut sums[0], weights, x);
     }
