@@ -238,6 +238,10 @@ pub(crate) enum ErrnoKind {
     NoSystemCall,
     /// The drive or mount went away.
     Gone,
+    /// The file system, or what this user may have of it, is full, or the file may be no larger.
+    Full,
+    /// The file system takes no writes.
+    ReadOnly,
     /// Nothing this crate acts on.
     Other,
 }
@@ -268,6 +272,8 @@ impl Errno {
             libc::EMFILE | libc::ENFILE => ErrnoKind::TooManyFiles,
             libc::ENOSYS => ErrnoKind::NoSystemCall,
             libc::ENODEV | libc::ENXIO | libc::ESTALE | libc::ENOTCONN | libc::ESHUTDOWN => ErrnoKind::Gone,
+            libc::ENOSPC | libc::EDQUOT | libc::EFBIG => ErrnoKind::Full,
+            libc::EROFS => ErrnoKind::ReadOnly,
             _ => ErrnoKind::Other,
         }
     }
@@ -288,6 +294,12 @@ impl Errno {
             ErrnoKind::Again => Some("the machine is out of resources for a moment: try again"),
             ErrnoKind::Unsupported => Some("the file system does not support this read: try --io buffered"),
             ErrnoKind::NoSystemCall => Some("the kernel is too old, or a security filter hides the call"),
+            ErrnoKind::ReadOnly => Some("the file system is mounted read-only: give a place on another"),
+            ErrnoKind::Full => Some(match self.0 {
+                libc::EFBIG => "files may be no larger: raise `ulimit -f`, or write less",
+                libc::EDQUOT => "this user's quota is used up: free space of theirs, or have it raised",
+                _ => "free space, or write less",
+            }),
             ErrnoKind::Interrupted | ErrnoKind::Other => None,
         }
     }
@@ -314,6 +326,10 @@ const NAMES: &[(i32, &str)] = &[
     (libc::EBUSY, "EBUSY"),
     (libc::EEXIST, "EEXIST"),
     (libc::ENODEV, "ENODEV"),
+    (libc::EFBIG, "EFBIG"),
+    (libc::ENOSPC, "ENOSPC"),
+    (libc::EROFS, "EROFS"),
+    (libc::EDQUOT, "EDQUOT"),
     (libc::ENOTDIR, "ENOTDIR"),
     (libc::EISDIR, "EISDIR"),
     (libc::EINVAL, "EINVAL"),
@@ -355,6 +371,20 @@ mod tests {
         let range = ReadRange { path: Arc::from(Path::new("/m/a")), offset: 0, wanted: 1, got: 0 };
         assert!(!IoError::Read { range, errno: Errno(libc::EOPNOTSUPP) }.is_refusal());
         assert!(IoError::Refused { what: "iopoll", why: "the first polled read was refused".to_owned() }.is_refusal());
+    }
+
+    #[test]
+    fn a_drive_that_takes_no_more_is_not_said_to_be_damaged() {
+        for (errno, words) in [
+            (libc::EFBIG, "ulimit -f"),
+            (libc::EDQUOT, "quota"),
+            (libc::EROFS, "read-only"),
+            (libc::ENOSPC, "free space"),
+            (libc::EIO, "damage"),
+        ] {
+            let hint = Errno(errno).hint().unwrap_or_default();
+            assert!(hint.contains(words) && Errno(errno).name() != "unnamed", "{errno}: {hint}");
+        }
     }
 
     #[test]

@@ -106,12 +106,20 @@ fn is_full(kind: io::ErrorKind) -> bool {
     matches!(kind, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
-/// What to do about a refusal of the system.
-fn io_hint(action: &str, kind: io::ErrorKind) -> &'static str {
-    use io::ErrorKind::{AlreadyExists, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
+/// What to do about a refusal of the system. `action` is a verb.
+pub(crate) fn io_hint(action: &str, kind: io::ErrorKind) -> &'static str {
+    use io::ErrorKind::{
+        AlreadyExists, FileTooLarge, NotADirectory, NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem,
+    };
     let writes = ["create", "write", "rename", "sync", "remove", "lock"].contains(&action);
     match kind {
+        QuotaExceeded => {
+            "this user's quota is used up: free space of theirs, or have it raised, and run the same command again"
+        }
         _ if is_full(kind) => "free space and run the same command again",
+        FileTooLarge => {
+            "files may be no larger: raise `ulimit -f`, or give a destination on a file system that takes larger ones"
+        }
         ReadOnlyFilesystem => "the file system is mounted read-only: give another destination",
         PermissionDenied if writes => {
             "permission: this user may not write there; give another destination, or change who may"
@@ -152,5 +160,22 @@ fn config_hint(field: &str, found: &str) -> &'static str {
         "this variant of the architecture is not supported"
     } else {
         "the value is damaged, or outside what this release supports: compare it with the one of the model's publisher"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_in_which_a_drive_takes_no_more_has_a_hint_of_its_own() {
+        // Numbers of asm-generic/errno.h: EFBIG, EDQUOT, EROFS, ENOSPC, EIO.
+        for (errno, words) in
+            [(27, "ulimit -f"), (122, "quota"), (30, "read-only"), (28, "free space"), (5, "check the drive")]
+        {
+            let hint = io_hint("write", io::Error::from_raw_os_error(errno).kind());
+            assert!(hint.contains(words), "{errno}: {hint}");
+            assert!(errno == 5 || !hint.contains("dmesg"), "{errno}: {hint}");
+        }
     }
 }

@@ -34,6 +34,7 @@ use crate::kernels::Format;
 use arch::IndexerKind;
 pub(crate) use config::{stop_sources, vendor_name};
 use error::{Result, is_there};
+pub(crate) use hint::io_hint;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

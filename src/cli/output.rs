@@ -7,6 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::{Done, Failure};
+use crate::checkpoint::io_hint;
 
 /// Writes to stdout; `Some` where nobody reads it any more.
 pub fn print(text: &str) -> Result<Option<Done>, Failure> {
@@ -14,7 +15,7 @@ pub fn print(text: &str) -> Result<Option<Done>, Failure> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Ok(()) => Ok(None),
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(Some(Done::PipeClosed)),
-        Err(error) => Err(Failure::work("cannot write the result to standard output").cause(error)),
+        Err(error) => Err(refused("cannot write the result to standard output".to_owned(), &error)),
     }
 }
 
@@ -47,8 +48,12 @@ pub fn check<P: AsRef<Path>>(path: &Path, what: &str, inputs: &[P]) -> Result<()
 
 /// Writes all of it, or leaves what was there.
 pub fn write(path: &Path, what: &str, bytes: impl AsRef<[u8]>) -> Result<(), Failure> {
-    replace(path, bytes.as_ref())
-        .map_err(|e| Failure::work(format!("cannot write the {what} to {}", path.display())).cause(e))
+    replace(path, bytes.as_ref()).map_err(|e| refused(format!("cannot write the {what} to {}", path.display()), &e))
+}
+
+/// A failure of writing.
+fn refused(what: String, error: &io::Error) -> Failure {
+    Failure::work(what).cause(error).hint(io_hint("write", error.kind()))
 }
 
 /// Puts `bytes` in the place of a file, or makes it: under its name stands the old or the new, whole. What is no

@@ -120,6 +120,8 @@ impl Chunk {
             | ErrnoKind::TooManyFiles
             | ErrnoKind::NoSystemCall
             | ErrnoKind::Gone
+            | ErrnoKind::Full
+            | ErrnoKind::ReadOnly
             | ErrnoKind::Other => Step::Failed(Fault::Errno(errno)),
         }
     }
