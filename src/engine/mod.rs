@@ -199,6 +199,12 @@ impl Engine {
         Ok(Prepared::new(checkpoint, config)?.budget)
     }
 
+    /// Whether an engine with this configuration keeps scales of experts in memory: what a configuration that allows slabs,
+    /// and not memory, has to be told to read as the other does.
+    pub fn keeps_scales(checkpoint: &Checkpoint, config: &EngineConfig) -> Result<bool, EngineError> {
+        Ok(Prepared::new(checkpoint, config)?.table.kept_scales().bytes > 0)
+    }
+
     /// From now on tells `watch` of reads that a generation waits for. It can end the generation, as [`Finish::Interrupted`];
     /// the reads stay in flight. The next generation waits for them, and so does dropping the engine: the kernel may
     /// write to their slabs until it answers.

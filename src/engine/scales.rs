@@ -14,26 +14,26 @@ pub(super) fn choose(
     build: impl Fn(bool) -> Result<ExpertTable, TableError>,
     divide: impl Fn(&ExpertTable) -> Result<Budget, EngineError>,
 ) -> Result<(ExpertTable, Budget), EngineError> {
+    if config.keep_scales != Switch::Off {
+        let kept = build(true)?;
+        let bytes = kept.kept_scales().bytes as u64;
+        match divide(&kept) {
+            Ok(budget) if bytes == 0 || config.keep_scales == Switch::On || pays(bytes, budget.experts()) => {
+                return Ok((kept, budget));
+            }
+            Err(error) if bytes == 0 || config.keep_scales == Switch::On => return Err(error),
+            // Where there is no room for them, there may be without.
+            Ok(_) | Err(_) => {}
+        }
+    }
     let read = build(false)?;
-    if config.keep_scales == Switch::Off || !read.is_scattered() {
-        let budget = divide(&read)?;
-        return Ok((read, budget));
-    }
-    let kept = build(true)?;
-    let bytes = kept.kept_scales().bytes as u64;
-    if config.keep_scales == Switch::On {
-        let budget = divide(&kept)?;
-        return Ok((kept, budget));
-    }
     let budget = divide(&read)?;
-    if bytes == 0 || bytes * KEPT_ONE_IN > budget.experts() {
-        return Ok((read, budget));
-    }
-    // What rounds to slabs may not go up: then the scales are read as well.
-    match divide(&kept) {
-        Ok(with_scales) => Ok((kept, with_scales)),
-        Err(_) => Ok((read, budget)),
-    }
+    Ok((read, budget))
+}
+
+/// Whether keeping scales of so many bytes is worth the room, where experts get `experts` bytes beside them.
+fn pays(bytes: u64, experts: u64) -> bool {
+    bytes * KEPT_ONE_IN <= experts + bytes
 }
 
 /// What is worth saying about where scales lie.

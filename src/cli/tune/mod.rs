@@ -17,7 +17,7 @@ use millstream_io::measure::{Candidate, Sweep, Target, Witness};
 use millstream_io::{Access, IoMode};
 
 use crate::checkpoint::{Checkpoint, ExpertSource};
-use crate::engine::{Engine, Memory, Verify};
+use crate::engine::{Engine, Memory, Switch, Verify};
 use crate::limits::{CHALLENGERS_MAX, TRIAL_TOKENS_MAX};
 
 use super::args::{self, EngineArgs, Ram, RunArgs};
@@ -197,6 +197,9 @@ fn prepare<'a>(
     // So many of each size: what the scarcest has.
     let fewest = budget.slabs.iter().map(|slabs| slabs.count).min().unwrap_or(0);
     let slabs = choose::trial_slabs(fewest, experts as u64, checkpoint.arch.moe.top_k as u64);
+    // Experts are read as they will be, in one piece or in two.
+    let keeps_scales = Engine::keeps_scales(checkpoint, &engine).map_err(job::engine_failure)?;
+    engine.keep_scales = if keeps_scales { Switch::On } else { Switch::Off };
     engine.memory = Memory::Slabs(slabs);
     // What is measured is reading.
     engine.verify = Verify::Off;
