@@ -15,8 +15,8 @@ use crate::engine::{Engine, EngineConfig, EngineError, Finish, Job, Outcome};
 
 use super::{Failure, bundled, hanging, render};
 
-/// Who a generation is for.
-pub struct Bench<'a> {
+/// A model that is measured, and who may stop it.
+pub struct Subject<'a> {
     /// Directory of the model.
     pub dir: &'a Path,
     /// Looks at its files.
@@ -39,7 +39,7 @@ pub struct Measured {
     pub took: Duration,
 }
 
-impl Bench<'_> {
+impl Subject<'_> {
     /// Opens and generates; `None` where the user stopped it. `failure` says what an error of the engine means.
     pub fn generate(
         &self,

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use millstream_io::measure::median;
 
 use super::work::{Part, Rate, Test};
-use crate::cli::cold::Bench;
+use crate::cli::cold::Subject;
 use crate::cli::config::RunConfig;
 use crate::cli::job::engine_failure;
 use crate::cli::render::Waiting;
@@ -93,7 +93,7 @@ pub struct Measure<'a> {
     /// How they are taken.
     pub how: How,
     /// Opens the model.
-    pub bench: Bench<'a>,
+    pub subject: Subject<'a>,
     /// Says what is being done.
     pub waiting: &'a Waiting,
 }
@@ -108,7 +108,7 @@ impl Measure<'_> {
             match self.repeat(&mut engine, last) {
                 Ok(Finish::Interrupted) => {
                     if let Some(engine) = engine {
-                        hanging::leave(engine, self.bench.quiet);
+                        hanging::leave(engine, self.subject.quiet);
                     }
                     return Went::Interrupted;
                 }
@@ -149,7 +149,7 @@ impl Measure<'_> {
     fn once(&self, engine: &mut Option<Engine>, test: &Test) -> Result<Option<Sample>, Failure> {
         let engine = match engine {
             Some(engine) => engine,
-            None => match self.bench.open(&self.config.engine(self.context), failure)? {
+            None => match self.subject.open(&self.config.engine(self.context), failure)? {
                 Some(opened) => engine.insert(opened),
                 None => return Ok(None),
             },
@@ -158,9 +158,9 @@ impl Measure<'_> {
         let (prompt, answer) = self.tokens[depth..depth + prompt + answer].split_at(prompt);
         let forced = Forced { keep: depth, prompt, answer };
         let mut routing = Routing::new(engine);
-        let stop: &Arc<AtomicBool> = &self.bench.stop;
+        let stop: &Arc<AtomicBool> = &self.subject.stop;
         let work = |engine: &mut Engine| engine.force(&forced, stop, &mut routing);
-        let (finish, stats, cached) = self.bench.observe(engine, self.how.cold, work).map_err(failure)?;
+        let (finish, stats, cached) = self.subject.observe(engine, self.how.cold, work).map_err(failure)?;
         Ok((finish != Finish::Interrupted).then_some(Sample { stats, cached, routing: routing.digest }))
     }
 }

@@ -73,7 +73,7 @@ impl Arm {
 }
 
 /// What a generation needs besides the value.
-struct Bench<'a> {
+struct Rig<'a> {
     knob: Knob,
     quiet: bool,
     config: RunConfig,
@@ -104,8 +104,7 @@ pub fn measure(
     let formats = checkpoint.formats().map(|format| format.to_string()).collect();
     let stop = interrupt::watch()?;
     drop(checkpoint);
-    let bench =
-        Bench { knob, quiet: args.quiet, config, files, tokenizer, job, stops, context, witness, machine, stop };
+    let rig = Rig { knob, quiet: args.quiet, config, files, tokenizer, job, stops, context, witness, machine, stop };
     let mut measured = Measured::default();
     let waiting = Waiting::begin("generating", args.quiet);
     let (mut order, mut number) = ((0..arms.len()).collect::<Vec<_>>(), 0);
@@ -118,7 +117,7 @@ pub fn measure(
             }
             let value = knob.show(arm.value);
             waiting.say(format!("run {number} of {}, {} {value}", rounds * values.len(), knob.name()));
-            match bench.generate(arm.value) {
+            match rig.generate(arm.value) {
                 Ok(None) => {
                     measured.interrupted = true;
                     break 'rounds;
@@ -148,7 +147,7 @@ fn differing(value: &str, knob: Knob) -> Failure {
         .hint("this is a bug, or memory or the drive is damaged: millstream doctor --deep reads the whole model")
 }
 
-impl Bench<'_> {
+impl Rig<'_> {
     /// One generation from an empty expert cache, with the files dropped from the page cache; none where it was stopped.
     fn generate(&self, value: u64) -> Result<Option<(Stats, Sample)>, Failure> {
         let mut config = self.config.clone();
@@ -164,11 +163,11 @@ impl Bench<'_> {
             self.stops.clone(),
             self.job.max_tokens,
         );
-        let bench =
-            cold::Bench { dir: &self.files.dir, witness: &self.witness, stop: self.stop.clone(), quiet: self.quiet };
+        let subject =
+            cold::Subject { dir: &self.files.dir, witness: &self.witness, stop: self.stop.clone(), quiet: self.quiet };
         let mut on_token = |id| printer.token(id);
         let failure = |error| self.files.failure(error);
-        let measured = bench.generate(&config.engine(self.context), &self.job, &mut on_token, failure)?;
+        let measured = subject.generate(&config.engine(self.context), &self.job, &mut on_token, failure)?;
         let Some(cold::Measured { outcome, mut stats, cached, .. }) = measured else { return Ok(None) };
         run::complete(&mut stats, &outcome, &config, self.machine, &self.files.dir);
         let sample = Sample {

@@ -78,9 +78,10 @@ impl<'a> Trial<'a> {
     /// # Errors
     /// Those of opening the model and of generating, as a line; or that the tokens are others.
     pub fn run(&mut self, reading: &Reading) -> Result<Option<Measured>, Failure> {
-        let bench = cold::Bench { dir: self.dir, witness: self.witness, stop: self.stop.clone(), quiet: self.quiet };
+        let subject =
+            cold::Subject { dir: self.dir, witness: self.witness, stop: self.stop.clone(), quiet: self.quiet };
         let (config, mut ignored) = (reading.configure(self.config.clone()), |_| ControlFlow::Continue(()));
-        let measured = bench.generate(&config, &self.job, &mut ignored, engine_failure)?;
+        let measured = subject.generate(&config, &self.job, &mut ignored, engine_failure)?;
         let Some(cold::Measured { outcome, stats, cached, took }) = measured else { return Ok(None) };
         if *self.ids.get_or_insert_with(|| outcome.ids.clone()) != outcome.ids {
             return Err(Failure::work("its tokens differ from those of the defaults: it reads other bytes"));
