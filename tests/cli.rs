@@ -317,7 +317,21 @@ fn a_plan_adds_up_and_its_graph_has_every_need_before_it() {
     assert!(left < budget("experts") / slots, "room for another expert is left: {report}");
     // Five routed layers of 32 experts, four a token.
     assert_eq!((&report["experts"], &report["experts_per_token"]), (&160.into(), &20.into()));
-    assert_eq!(report["expected_hit_rate"].as_f64().unwrap(), slots as f64 / 160.0);
+    // Nothing is known of the router: the cache finds more than if it chose evenly.
+    let found = report["expected_hit_rate"].as_f64().unwrap();
+    assert!(found > slots as f64 / 160.0 && found < 1.0, "{report}");
+    // Everything was timed. A token that finds no expert is no faster than what is expected, and arithmetic adds up to less.
+    let number = |value: &Value| value.as_f64().unwrap();
+    let [expected, worst] = ["predicted_tok_s", "worst_tok_s"].map(|name| number(&report[name]));
+    assert!(worst > 0.0 && worst <= expected, "{report}");
+    let compute = &report["compute"];
+    let [once, before, shared, expert] =
+        ["once_s", "before_s", "shared_s", "expert_s"].map(|part| number(&compute[part]));
+    let all = once + 5.0 * (before + shared + 4.0 * expert);
+    assert!((number(&report["compute_s"]) / all - 1.0).abs() < 0.01 && once > 0.0 && expert > 0.0, "{report}");
+    // A short prompt leaves more to the experts.
+    let short = json(&done(plan(&["--json", "--prompt-tokens", "8"])));
+    assert!(short["slots"].as_u64().unwrap() > slots, "{short}");
     let graph = report["graph"].as_array().unwrap();
     let needs = |at: usize| graph[at]["needs"].as_array().unwrap().iter().map(|at| at.as_u64().unwrap() as usize);
     for (at, node) in graph.iter().enumerate() {

@@ -40,6 +40,12 @@ pub enum EngineError {
     /// Not enough memory.
     #[error(transparent)]
     TooSmall(#[from] TooSmall),
+    /// Too little memory to time a slice of the model in.
+    #[error("timing takes {bytes} bytes of memory, more than half of what is available")]
+    NoRoomToTry {
+        /// Bytes that it would take.
+        bytes: u64,
+    },
     /// The machine lacks an instruction set that was asked for.
     #[error("this machine has no {0}")]
     NoIsa(Isa),

@@ -17,6 +17,7 @@ pub mod stop;
 mod switches;
 pub mod timeline;
 mod traced;
+pub mod trial;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

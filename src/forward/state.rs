@@ -220,7 +220,8 @@ impl KvCache {
         &mut self.layers
     }
 
-    pub(super) fn advance(&mut self, rows: usize) {
+    /// So many positions more, whatever their rows hold.
+    pub fn advance(&mut self, rows: usize) {
         self.len += rows;
     }
 }

@@ -65,17 +65,42 @@ impl Plan {
         widths: &Widths,
     ) -> Result<Plan, LoadError> {
         let arch = &checkpoint.arch;
+        Plan::placed(checkpoint, files, 0..arch.layers.len(), arch.vocab, with_mtp, widths)
+    }
+
+    /// Places a slice of `checkpoint`: these layers only, numbered anew, the first `vocab` rows of the head, and of an
+    /// embedding that is not the head that of the first token.
+    pub fn slice(
+        checkpoint: &Checkpoint,
+        files: Arc<FileSet>,
+        layers: &[usize],
+        vocab: usize,
+        widths: &Widths,
+    ) -> Result<Plan, LoadError> {
+        Plan::placed(checkpoint, files, layers.iter().copied(), vocab, false, widths)
+    }
+
+    fn placed(
+        checkpoint: &Checkpoint,
+        files: Arc<FileSet>,
+        layers: impl Iterator<Item = usize>,
+        vocab: usize,
+        with_mtp: bool,
+        widths: &Widths,
+    ) -> Result<Plan, LoadError> {
+        let arch = &checkpoint.arch;
         let required = Checkpoint::resident(arch).map(|tensor| (tensor.name.clone(), tensor)).collect();
         let mut p =
             Placer { checkpoint, required, files: &files, widths, pieces: vec![], bytes: 0, stored: vec![], narrow: 0 };
-        let embed = p.matrix("model.embed_tokens.weight")?;
+        let embedded = if arch.tied_head || vocab == arch.vocab { vocab } else { 1 };
+        let embed = p.matrix_of("model.embed_tokens.weight", embedded)?;
         let head = match arch.tied_head {
             true => embed.clone(),
-            false => p.matrix("lm_head.weight")?,
+            false => p.matrix_of("lm_head.weight", vocab)?,
         };
         let final_norm = p.vector("model.norm.weight")?;
-        let layers =
-            arch.layers.iter().enumerate().map(|(i, kind)| p.layer(arch, i, *kind)).collect::<Result<_, _>>()?;
+        let layer = |(index, named)| Ok(Layer { index, ..p.layer(arch, named, arch.layers[named])? });
+        let layers = layers.enumerate().map(layer).collect::<Result<_, LoadError>>()?;
         let mtp = match arch.mtp.filter(|_| with_mtp) {
             Some(kind) => Some(p.mtp(arch, kind)?),
             None => None,
@@ -124,6 +149,14 @@ impl Plan {
         let Parts { embed, head, final_norm, layers, mtp } = self.model;
         Ok(Resident { arena, bytes: self.bytes, embed, head, final_norm, layers, mtp })
     }
+
+    /// Zeros in the place of all matrices: what takes as long to compute with as weights do. Nothing is read.
+    pub fn blank(self) -> Result<Resident, LoadError> {
+        let bytes = self.bytes;
+        let arena = Arena::new(bytes.max(1)).map_err(|source| LoadError::Memory { bytes, source })?;
+        let Parts { embed, head, final_norm, layers, mtp } = self.model;
+        Ok(Resident { arena, bytes, embed, head, final_norm, layers, mtp })
+    }
 }
 
 impl Resident {
@@ -154,7 +187,17 @@ struct Placer<'a> {
 
 impl Placer<'_> {
     fn matrix(&mut self, name: &str) -> Result<Matrix, LoadError> {
-        let source = self.source(name)?;
+        self.matrix_of(name, usize::MAX)
+    }
+
+    /// The first rows of a matrix, at most so many.
+    fn matrix_of(&mut self, name: &str, rows: usize) -> Result<Matrix, LoadError> {
+        let mut source = self.source(name)?;
+        if rows < source.spec.rows {
+            source.spec.rows = rows;
+            source.data.len = source.spec.data_bytes() as u64;
+            source.scales = source.scales.map(|scales| FileSpan { len: source.spec.scale_bytes() as u64, ..scales });
+        }
         let (spec, role) = (source.spec, self.required(name).role);
         self.stored.push((role, spec));
         let held = self.widths.held(role, spec.cols, spec.format).map_err(|asked| LoadError::Requantized {

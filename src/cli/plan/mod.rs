@@ -4,16 +4,15 @@
 mod change;
 mod show;
 pub mod speed;
+mod timed;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use crate::checkpoint::Checkpoint;
 use crate::engine::budget::{Budget, TooSmall};
 use crate::engine::config::DEFAULT_CONTEXT;
-use crate::engine::predict::{self, Drive, Prediction, Speeds, Work};
+use crate::engine::predict::{self, Costs, Line, Prediction, Speeds, Work};
 use crate::engine::{Engine, EngineConfig, EngineError, Memory, StageGraph, Switch};
-use crate::kernels::Format;
 
 use super::args::{self, EngineArgs, Ram, RunArgs, WidthArgs};
 use super::config::{self, RunConfig};
@@ -22,6 +21,7 @@ use super::tuning::{self, Lookup};
 use super::usage::{Usage, UsageChoice};
 use super::{Done, Failure, job, output, render, size};
 use change::Change;
+use timed::{Timed, timed};
 
 /// Flags of `plan`.
 #[derive(Debug, clap::Args)]
@@ -30,10 +30,10 @@ Examples:
   millstream plan -m /models/glm-5.2-int4 --ram 16G --what-if ram=64G,disk=7GB/s
   millstream plan -m /models/glm-5.2-int4 --graph --dot | dot -Tsvg > step.svg
 
-Nothing is loaded. What the cache will find follows from the model's history of selections; without one it is what a \
-cache that counts does when every expert is chosen as often as every other, and real models choose some far more often. \
-Processor and drive are measured for about a second, longer where the drive is slow; the drive only where neither --disk \
-nor a tuning profile says what it reads.
+Nothing is loaded. What the cache will find follows from the model's history of selections; without one it is what was \
+found for the model that comes with the program, and beside it stands what is sure: the speed that nothing in memory makes. \
+Steps of a few layers are timed for a second and a half, longer where the drive is slow, and for a third of a second where \
+--disk or a tuning profile says what the drive reads.
 Exit codes: 0 done, 1 the work failed, 2 usage.")]
 pub struct PlanArgs {
     /// Model directory [default: the model that comes with the program]
@@ -47,6 +47,9 @@ pub struct PlanArgs {
     /// Tokens of context [default: 4096, or what the model has]
     #[arg(short, long, visible_alias = "context", value_name = "N", value_parser = args::parse_context)]
     ctx_size: Option<usize>,
+    /// Tokens of the prompt: a short one leaves more memory to experts [default: as many as are put through at once]
+    #[arg(long, value_name = "N", value_parser = args::parse_context)]
+    prompt_tokens: Option<usize>,
     /// What the drive reads, in GB/s, as bench-io measures it [default: of the tuning profile, else measured]
     #[arg(long, value_name = "GB/S", allow_negative_numbers = true, value_parser = args::parse_rate)]
     disk: Option<f64>,
@@ -88,6 +91,9 @@ pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
     let run = RunArgs { model: args.model.clone(), quiet: true, engine, ..plain };
     let mut config = config::decide(&run, machine)?;
     config.check_memory(machine)?;
+    if let Some(tokens) = args.prompt_tokens {
+        config.prompt_has(tokens);
+    }
     let Some(checkpoint) = job::open_checkpoint(&run, &mut config, machine)? else { return Ok(Done::Interrupted) };
     let context = args.ctx_size.unwrap_or(checkpoint.arch.max_context.min(DEFAULT_CONTEXT));
     let graph = StageGraph::new(&checkpoint.arch, config.engine(context).switches.guesses());
@@ -115,7 +121,9 @@ struct Plan {
     expert_bytes: f64,
     /// How often each expert was chosen; empty where nothing is known.
     history: Vec<u64>,
-    speeds: Speeds,
+    /// Arithmetic, or why it was not timed.
+    costs: Result<Costs, String>,
+    drive: Option<Line>,
     disk: Disk,
     cores: u64,
     /// What twice the cores make of arithmetic: what the second half of them made, as it was measured; `None` of one core.
@@ -136,6 +144,8 @@ struct Expected {
     hit_rate: f64,
     bytes_per_token: f64,
     prediction: Option<Prediction>,
+    /// The same of a token that finds none of its experts.
+    worst: Option<Prediction>,
     /// What of it is not measured but assumed.
     assumed: Option<&'static str>,
 }
@@ -153,17 +163,26 @@ impl Plan {
         let (usage, warning) = Usage::open(&config.usage, checkpoint, machine);
         warning.iter().for_each(|line| render::note(false, line));
         let work = Work::of(checkpoint, &engine.resident);
-        let expert_bytes = checkpoint.token_expert_bytes() as f64 / (work.layers * work.top_k).max(1) as f64;
-        let (drive, disk) = drive(args, checkpoint, &engine, expert_bytes, machine);
-        let (kernels, doubled) = arithmetic(checkpoint, &work, &engine, config.threads, machine);
+        let expert_bytes = checkpoint.token_expert_bytes() as f64 / work.used().max(1) as f64;
+        let told = told_of_drive(args, checkpoint, machine);
+        let holes = speed::holes(checkpoint);
+        let reading = told.is_none() && holes.is_none();
+        let timed = timed(checkpoint, &work, &engine, reading, machine).map_err(|error| error.to_string());
+        let (drive, disk) = drive(told, holes, &timed, expert_bytes);
+        let (costs, doubled) = match timed {
+            Ok(timed) => (Ok(timed.costs), timed.doubled),
+            Err(why) => (Err(why), None),
+        };
         let source = if config.ram.is_some() { "asked for".to_owned() } else { machine.memory.source.clone() };
-        let nothing = Expected { slots: 0, hit_rate: 0.0, bytes_per_token: 0.0, prediction: None, assumed: None };
+        let nothing =
+            Expected { slots: 0, hit_rate: 0.0, bytes_per_token: 0.0, prediction: None, worst: None, assumed: None };
         let mut plan = Plan {
             context,
             source,
             expert_bytes,
             history: usage.before().to_vec(),
-            speeds: Speeds { kernels, drive },
+            costs,
+            drive,
             disk,
             cores: config.threads as u64,
             doubled,
@@ -210,19 +229,20 @@ impl Plan {
 
     /// What `change` would make of a token, with memory for `slots` experts.
     fn expected(&self, change: &Change, slots: u64) -> Expected {
-        let evenly = slots as f64 / self.work.experts.max(1) as f64;
-        let hit_rate = predict::hit_rate(&self.history, slots).unwrap_or(evenly).min(1.0);
-        let mut speeds = self.speeds.clone();
+        let share = slots as f64 / self.work.experts.max(1) as f64;
+        let found = predict::hit_rate(&self.history, slots);
+        let hit_rate = found.unwrap_or_else(|| predict::hit_rate_without_history(share));
+        let mut drive = self.drive;
         if let Some(gb_s) = change.disk {
-            speeds.drive = Some(match (speeds.drive, &self.disk) {
+            drive = Some(match (drive, &self.disk) {
                 (Some(drive), Ok((here, ..))) => drive.faster(gb_s / here),
-                _ => Drive::steady(gb_s, self.expert_bytes),
+                _ => Line::steady(gb_s, self.expert_bytes),
             });
         }
         if let Some(drives) = change.drives {
-            speeds.drive = speeds.drive.map(|drive| drive.beside(drives as f64));
+            drive = drive.map(|drive| drive.beside(drives as f64));
         }
-        let mut assumed = None;
+        let (mut faster, mut assumed) = (1.0, None);
         if let Some(cores) = change.cores {
             let doublings = (cores as f64 / self.cores as f64).log2();
             assumed = match self.doubled {
@@ -230,63 +250,54 @@ impl Plan {
                 Some(_) if doublings > 1.0 => Some("far from what was measured: memory may not keep up"),
                 _ => None,
             };
-            let factor = self.doubled.unwrap_or(2.0).powf(doublings);
-            speeds.kernels.values_mut().for_each(|rate| *rate *= factor);
+            faster = self.doubled.unwrap_or(2.0).powf(doublings);
         }
-        let used = (self.work.layers * self.work.top_k) as f64;
+        let predicted = |hit_rate| {
+            let costs = self.costs.as_ref().ok()?.faster(faster);
+            Prediction::of(&self.work, &Speeds { costs, drive }, hit_rate, self.guessed)
+        };
+        let used = self.work.used() as f64;
         Expected {
             slots,
             hit_rate,
             bytes_per_token: used * self.expert_bytes * (1.0 - hit_rate),
-            prediction: Prediction::of(&self.work, &speeds, hit_rate, self.guessed),
+            prediction: predicted(hit_rate),
+            worst: predicted(0.0),
             assumed,
         }
     }
 }
 
-/// How fast `threads` compute, and what twice as many would make of it: as much as doubling half of them did.
-fn arithmetic(
-    checkpoint: &Checkpoint,
-    work: &Work,
-    engine: &EngineConfig,
-    threads: usize,
-    machine: &Machine,
-) -> (BTreeMap<Format, f64>, Option<f64>) {
-    let half = threads / 2;
-    let teams: Vec<usize> = [threads, half].into_iter().filter(|&team| team > 0).collect();
-    let mut measured = speed::kernels(checkpoint, work, engine, &teams, speed::walk_bytes(machine)).into_iter();
-    let kernels = measured.next().unwrap_or_default();
-    let doubled = measured.next().map(|of_half| {
-        let gains = kernels.iter().map(|(format, rate)| rate / of_half.get(format).copied().unwrap_or(*rate));
-        let gain = gains.sum::<f64>() / kernels.len().max(1) as f64;
-        // Of an odd count the half is less than half.
-        gain.powf(1.0 / (threads as f64 / half as f64).log2()).clamp(1.0, 2.0)
-    });
-    (kernels, doubled)
-}
-
 /// What the drive reads in GB/s, who says so, and what makes it doubtful; or why it is not known.
 type Disk = Result<(f64, &'static str, Option<String>), String>;
 
+/// What the drive reads in GB/s, where somebody says so, and who.
+fn told_of_drive(args: &PlanArgs, checkpoint: &Checkpoint, machine: &Machine) -> Option<(f64, &'static str)> {
+    if let Some(gb_s) = args.disk {
+        return Some((gb_s, "asked for"));
+    }
+    match tuning::find(machine, checkpoint) {
+        Lookup::Found(profile) => profile.gb_s.map(|gb_s| (gb_s, "the tuning profile")),
+        Lookup::None | Lookup::Unusable(_) => None,
+    }
+}
+
 /// How the drive reads, and who says so.
 fn drive(
-    args: &PlanArgs,
-    checkpoint: &Checkpoint,
-    engine: &EngineConfig,
+    told: Option<(f64, &'static str)>,
+    holes: Option<String>,
+    timed: &Result<Timed, String>,
     expert_bytes: f64,
-    machine: &Machine,
-) -> (Option<Drive>, Disk) {
-    let steady = |gb_s: f64, source| (Some(Drive::steady(gb_s, expert_bytes)), Ok((gb_s, source, None)));
-    if let Some(gb_s) = args.disk {
-        return steady(gb_s, "asked for");
+) -> (Option<Line>, Disk) {
+    if let Some((gb_s, source)) = told {
+        return (Some(Line::steady(gb_s, expert_bytes)), Ok((gb_s, source, None)));
     }
-    if let Lookup::Found(profile) = tuning::find(machine, checkpoint)
-        && let Some(gb_s) = profile.gb_s
-    {
-        return steady(gb_s, "the tuning profile");
-    }
-    match speed::drive(checkpoint, engine) {
-        Ok(measured) => (Some(measured.drive), Ok((measured.gb_s, "measured", measured.doubt))),
-        Err(why) => (None, Err(why)),
+    match (holes, timed) {
+        (Some(why), _) => (None, Err(why)),
+        (None, Err(why)) => (None, Err(why.clone())),
+        (None, Ok(Timed { drive: Some((drive, bytes_s)), doubt, .. })) => {
+            (Some(*drive), Ok((bytes_s / 1e9, "measured", doubt.clone())))
+        }
+        (None, Ok(Timed { drive: None, .. })) => (None, Err("a token uses every expert of its layers".to_owned())),
     }
 }

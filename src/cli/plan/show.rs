@@ -14,9 +14,9 @@ use super::{Expected, Plan};
 /// The plan for people.
 pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
     let (work, here) = (&plan.work, &plan.here);
-    let used = work.layers * work.top_k;
+    let used = work.used();
     let basis = match plan.history.iter().sum::<u64>() {
-        0 => "chosen evenly, for want of a history".to_owned(),
+        0 => "for want of a history chosen as the model at hand chooses".to_owned(),
         count => format!("by a history of {} selections", size::grouped(count)),
     };
     let mut text = format!("{}, for a context of {}\n", plan.budget, plan.context);
@@ -42,21 +42,36 @@ pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
         let _ =
             writeln!(text, "ahead:   {:.0} % of what is read is taken to be known a layer ahead", 100.0 * plan.guessed);
     }
-    let kernels = plan.speeds.kernels.iter().map(|(format, rate)| format!("{format} {:.1} GB/s", rate / 1e9));
-    let _ = writeln!(text, "kernels: {} on {} threads (measured)", kernels.collect::<Vec<_>>().join(", "), plan.cores);
+    match &plan.costs {
+        Ok(costs) => {
+            let [once, before, shared, expert] =
+                [costs.once_s, costs.before_s, costs.shared_s, costs.expert_s].map(time);
+            let _ = writeln!(
+                text,
+                "compute: {:.1} GB/s on {} threads (measured): {once} of head and dense layers, and in a routed layer {before} \
+                 before its experts, {shared} the shared one, {expert} each other",
+                work.bytes() as f64 / costs.token_s(work) / 1e9,
+                plan.cores,
+            );
+        }
+        Err(why) => text += &format!("compute: not measured: {why}\n"),
+    }
     match &here.prediction {
         Some(p) => {
             let _ = writeln!(
                 text,
                 "token:   {:.2} tokens a second: {} each, of which the drive reads {} and arithmetic takes {}; {} binds",
                 p.tok_s(),
-                render::seconds(p.token_s),
-                render::seconds(p.disk_s),
-                render::seconds(p.compute_s),
+                time(p.token_s),
+                time(p.disk_s),
+                time(p.compute_s),
                 p.bottleneck.name(),
             );
         }
-        None => text += "token:   unknown, as the drive is\n",
+        None => text += "token:   unknown, as what it takes is\n",
+    }
+    if let Some(worst) = here.worst.filter(|_| here.hit_rate < 1.0) {
+        let _ = writeln!(text, "at worst {:.2} tokens a second, where none is found in memory", worst.tok_s());
     }
     text += if plan.asked { "\nwhat if:\n" } else { "\none more of each:\n" };
     for (change, expected) in &plan.what_if {
@@ -66,6 +81,10 @@ pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
         text += &format!("\n{}", graph.text());
     }
     text
+}
+
+fn time(seconds: f64) -> String {
+    render::micros(1e6 * seconds)
 }
 
 fn outcome(here: &Expected, expected: Result<&Expected, &TooSmall>) -> String {
@@ -88,12 +107,12 @@ fn outcome(here: &Expected, expected: Result<&Expected, &TooSmall>) -> String {
 /// The plan for programs.
 pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
     let (budget, here) = (&plan.budget, &plan.here);
-    let used = plan.work.layers * plan.work.top_k;
+    let used = plan.work.used();
     let (gb_s, source, doubt, error) = match &plan.disk {
         Ok((gb_s, source, doubt)) => (Some(size::short(*gb_s)), *source, doubt.clone(), None),
         Err(why) => (None, "unknown", None, Some(why.clone())),
     };
-    let kernels = plan.speeds.kernels.iter();
+    let costs = plan.costs.as_ref();
     let what_if = plan.what_if.iter().map(|(change, expected)| {
         let mut object = match expected {
             Ok(expected) => expectation(expected),
@@ -128,7 +147,15 @@ pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
         "uncached_bytes_per_token": (used as f64 * plan.expert_bytes).round(),
         "disk": { "gb_s": gb_s, "source": source, "doubt": doubt, "error": error },
         "guessed": plan.guessed,
-        "kernels_gb_s": kernels.map(|(f, rate)| (f.to_string(), size::short(rate / 1e9).into())).collect::<serde_json::Map<_, _>>(),
+        "compute": {
+            "gb_s": costs.ok().map(|costs| size::short(plan.work.bytes() as f64 / costs.token_s(&plan.work) / 1e9)),
+            "once_s": costs.ok().map(|costs| size::short(costs.once_s)),
+            "before_s": costs.ok().map(|costs| size::short(costs.before_s)),
+            "shared_s": costs.ok().map(|costs| size::short(costs.shared_s)),
+            "expert_s": costs.ok().map(|costs| size::short(costs.expert_s)),
+            "error": costs.err(),
+        },
+        "worst_tok_s": here.worst.map(|p| size::short(p.tok_s())),
         "what_if": what_if.collect::<Vec<_>>(),
     });
     let expected = expectation(here);

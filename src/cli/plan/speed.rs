@@ -1,6 +1,5 @@
-//! How fast drive and processor are: a quick look at each, about a second for both unless the drive is slow.
+//! How fast the drive is: a quick look at bursts of reads, beside which nothing is computed.
 
-use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,39 +11,37 @@ use millstream_io::{
 };
 
 use crate::checkpoint::{Checkpoint, ExpertSource};
-use crate::cli::machine::Machine;
-use crate::engine::predict::{Drive, Work};
-use crate::engine::{Activations, EngineConfig};
-use crate::kernels::{Format, Input, Kernels, MatrixSpec, Quantized, Team, WeightRef, matmul};
+use crate::engine::EngineConfig;
 
 /// The drive is read for about so long.
 const DRIVE_TIME: Duration = Duration::from_millis(400);
-/// Layers that are read at most, one expert and all of a token in turn.
+/// Layers whose experts are read at most.
 const LAYERS_TRIED: usize = 24;
 /// A drive that takes longer for the experts of one layer hangs.
 const HUNG_AFTER: Duration = Duration::from_secs(20);
-/// Bytes of weights that kernels walk through at least, and at most where memory allows no more or caches are huge.
-const WALK_BYTES: [u64; 2] = [64 << 20, 1 << 30];
-/// One format is multiplied for about so long.
-const KERNEL_TIME: Duration = Duration::from_millis(25);
 
 /// What a look at the drive came to.
 pub struct DriveSpeed {
-    /// How it reads the experts of one layer.
-    pub drive: Drive,
-    /// Bytes a second where all experts of a layer are read at once.
+    /// Billions of bytes a second where all experts of a layer are read at once.
     pub gb_s: f64,
     /// What makes it doubtful.
     pub doubt: Option<String>,
 }
 
-/// Reads experts as a token does, one and all of a layer at once, wherever they lie. `Err` says why nothing was measured.
+/// Reads all experts of a layer at once, as a token that finds none does, wherever they lie. `Err` says why nothing was
+/// measured.
 pub fn drive(checkpoint: &Checkpoint, engine: &EngineConfig) -> Result<DriveSpeed, String> {
-    if let Some(path) = checkpoint.tensors.paths().iter().find(|path| has_holes(path)) {
-        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
-        return Err(format!("{name} has holes, which a drive serves faster than data"));
+    match holes(checkpoint) {
+        Some(why) => Err(why),
+        None => measure(checkpoint, engine).map_err(|error| error.to_string()),
     }
-    measure(checkpoint, engine).map_err(|error| error.to_string())
+}
+
+/// Why nothing that reads of `checkpoint` are timed to take would hold of a model with weights in it.
+pub fn holes(checkpoint: &Checkpoint) -> Option<String> {
+    let path = checkpoint.tensors.paths().iter().find(|path| has_holes(path))?;
+    let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
+    Some(format!("{name} has holes, which a drive serves faster than data"))
 }
 
 /// Whether less than half of a file is stored: holes, or a file system that compresses well.
@@ -61,7 +58,7 @@ fn measure(checkpoint: &Checkpoint, engine: &EngineConfig) -> Result<DriveSpeed,
     let reads: Vec<Segments> = order
         .iter()
         .cycle()
-        .take(LAYERS_TRIED * (many + 1))
+        .take(LAYERS_TRIED * many)
         .map(|&expert| Ok(layout(&spans(experts[expert]), &files)?.segments))
         .collect::<Result<_, IoError>>()?;
     let slab_bytes = reads.iter().map(Segments::len_bytes).max().unwrap_or(0) as usize;
@@ -75,40 +72,32 @@ fn measure(checkpoint: &Checkpoint, engine: &EngineConfig) -> Result<DriveSpeed,
     let mut device = open_device(&config, Arc::clone(&files), &pool)?;
     let outcome = layers_read(&mut *device, &pool, &reads, many);
     leave(device);
-    let (one_s, many_s) = outcome?;
+    let many_s = outcome?;
     let bytes = reads.iter().map(Segments::len_bytes).sum::<u64>() as f64 / reads.len().max(1) as f64;
+    Ok(DriveSpeed { gb_s: bytes * many as f64 / many_s.max(1e-9) / 1e9, doubt: doubt(&files) })
+}
+
+/// What makes doubtful what was measured of reads of `files`.
+pub fn doubt(files: &FileSet) -> Option<String> {
     let direct = (0..files.len() as u32).all(|file| matches!(files.access(FileId(file)), Access::Direct { .. }));
-    let doubt =
-        (!direct).then(|| "it is read through the page cache, which may have served what was measured".to_owned());
-    Ok(DriveSpeed {
-        drive: Drive::fitted(one_s, many as u64, many_s),
-        gb_s: bytes * many as f64 / many_s.max(1e-9) / 1e9,
-        doubt,
-    })
+    (!direct).then(|| "it is read through the page cache, which may have served what was measured".to_owned())
 }
 
 fn spans(expert: &ExpertSource) -> Vec<FileSpan> {
     expert.matrices().into_iter().flat_map(|matrix| [Some(matrix.data), matrix.scales]).flatten().collect()
 }
 
-/// Medians of the seconds that one expert and that `many` took.
-fn layers_read(
-    device: &mut dyn Device,
-    pool: &SlabPool,
-    reads: &[Segments],
-    many: usize,
-) -> Result<(f64, f64), IoError> {
-    let (mut one, mut all) = (Vec::new(), Vec::new());
+/// The median of the seconds that `many` took.
+fn layers_read(device: &mut dyn Device, pool: &SlabPool, reads: &[Segments], many: usize) -> Result<f64, IoError> {
+    let mut took = Vec::new();
     let began = Instant::now();
-    for layer in reads.chunks_exact(many + 1) {
-        let (first, rest) = layer.split_at(1);
-        one.push(burst(device, pool, first)?);
-        all.push(burst(device, pool, rest)?);
+    for layer in reads.chunks_exact(many) {
+        took.push(burst(device, pool, layer)?);
         if began.elapsed() > DRIVE_TIME {
             break;
         }
     }
-    Ok((median(&one).unwrap_or(0.0), median(&all).unwrap_or(0.0)))
+    Ok(median(&took).unwrap_or(0.0))
 }
 
 /// Seconds from asking for all of `reads` to having them.
@@ -131,60 +120,4 @@ fn burst(device: &mut dyn Device, pool: &SlabPool, reads: &[Segments]) -> Result
         }
     }
     Ok(began.elapsed().as_secs_f64())
-}
-
-/// Bytes that are more than the caches of `machine` keep: twice the largest, within what is sensible there.
-pub fn walk_bytes(machine: &Machine) -> usize {
-    let [least, most] = WALK_BYTES;
-    // A small part of what is to be had, so that a look takes nothing from others.
-    let most = most.min(machine.memory.available / 8).max(least);
-    (2 * machine.cache_bytes()).clamp(least, most) as usize
-}
-
-/// Bytes of weights of each format of `work` that each of `teams` threads multiply in a second with one row, out of
-/// `walk_bytes` of memory and in matrices as an expert has.
-pub fn kernels(
-    checkpoint: &Checkpoint,
-    work: &Work,
-    engine: &EngineConfig,
-    teams: &[usize],
-    walk_bytes: usize,
-) -> Vec<BTreeMap<Format, f64>> {
-    let (rows, cols) = (checkpoint.arch.moe.width, checkpoint.arch.hidden);
-    let kernels = engine.isa.and_then(Kernels::for_isa).unwrap_or_else(Kernels::best);
-    // No code of any format stands for something that is not a number.
-    let weights = vec![0x11u8; walk_bytes.max(MatrixSpec { format: Format::F32, rows, cols }.data_bytes())];
-    let values = vec![0.01f32; cols];
-    let mut quantized = Quantized::with_capacity(1, cols);
-    quantized.quantize(kernels, &values, 1, cols);
-    let as_integers = engine.activations == Activations::Int8;
-    let input = Input { rows: 1, cols, values: &values, quantized: as_integers.then_some(&quantized) };
-    let mut out = vec![0.0f32; rows];
-    let mut speed = |team: &Team, format: Format| {
-        let spec = MatrixSpec { format, rows, cols };
-        let scales: Vec<u8> = 0.01f32.to_le_bytes().repeat(spec.scale_bytes() / 4);
-        let mut matrices = weights.chunks_exact(spec.data_bytes()).cycle();
-        let mut rates = Vec::new();
-        let began = Instant::now();
-        while rates.len() < 2 || began.elapsed() < KERNEL_TIME {
-            let (pass, mut bytes) = (Instant::now(), 0);
-            // One matrix at least is in memory. Each pass goes on where the last one ended.
-            for matrix in matrices.by_ref() {
-                matmul(kernels, team, &WeightRef::new(spec, matrix, &scales), &input, &mut out);
-                bytes += matrix.len();
-                if pass.elapsed() > KERNEL_TIME / 4 {
-                    break;
-                }
-            }
-            rates.push(bytes as f64 / pass.elapsed().as_secs_f64().max(1e-9));
-        }
-        // The first pass finds threads asleep and pages unseen.
-        (format, median(&rates[1..]).unwrap_or(1e9))
-    };
-    let mut of_teams = Vec::with_capacity(teams.len());
-    for &threads in teams {
-        let team = Team::new(threads);
-        of_teams.push(work.formats().into_iter().map(|format| speed(&team, format)).collect());
-    }
-    of_teams
 }
