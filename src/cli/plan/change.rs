@@ -53,11 +53,22 @@ fn rate(text: &str) -> Result<f64, String> {
     crate::cli::args::parse_rate(number).map_err(|why| format!("disk: {why}"))
 }
 
-/// A size in the largest unit that says it exactly.
+/// A size that is short to type, a little less than `bytes`.
+pub fn round(bytes: u64) -> u64 {
+    size::parse(&size::typed(bytes)).unwrap_or(bytes)
+}
+
+/// A size in the largest unit that says it exactly, with a decimal or none.
 fn exact(bytes: u64) -> String {
-    let units = [(1 << 30, "G"), (1_000_000_000, "GB"), (1 << 20, "M"), (1_000_000, "MB")];
+    let units = [(1u64 << 30, "G"), (1_000_000_000, "GB"), (1 << 20, "M"), (1_000_000, "MB")];
     let whole = units.into_iter().find(|(unit, _)| bytes > 0 && bytes.is_multiple_of(*unit));
-    whole.map_or_else(|| bytes.to_string(), |(unit, name)| format!("{}{name}", bytes / unit))
+    let tenth = |unit: u64, name: &str| format!("{:.1}{name}", bytes as f64 / unit as f64);
+    let in_tenths = |&(unit, name): &(u64, &str)| bytes >= unit && size::parse(&tenth(unit, name)) == Ok(bytes);
+    match (whole, units.iter().find(|unit| in_tenths(unit))) {
+        (Some((unit, name)), _) => format!("{}{name}", bytes / unit),
+        (None, Some(&(unit, name))) => tenth(unit, name),
+        (None, None) => bytes.to_string(),
+    }
 }
 
 impl fmt::Display for Change {
@@ -82,9 +93,20 @@ mod tests {
         let change = Change::parse("ram=64G,disk=7GB/s,drives=2,cores=16").unwrap();
         assert_eq!(change, Change { ram: Some(64 << 30), disk: Some(7.0), drives: Some(2), cores: Some(16) });
         assert_eq!(change.to_string(), "ram=64G,disk=7GB/s,drives=2,cores=16");
-        for text in ["ram=64GB", "ram=1536M", "ram=12345678901", "disk=0.0002GB/s", "disk=0.000002GB/s,cores=3"] {
+        for text in [
+            "ram=64GB",
+            "ram=1536M",
+            "ram=36.3G",
+            "ram=7.4MB",
+            "ram=12345678901",
+            "disk=0.0002GB/s",
+            "disk=0.000002GB/s,cores=3",
+        ] {
             assert_eq!(Change::parse(text).unwrap().to_string(), text);
         }
+        // A tenth of 2^30 is no whole number of bytes: what is shown for it is what is read.
+        assert_eq!(round(41_450_362_880), 41_446_434_406);
+        assert_eq!(Change { ram: Some(round(41_450_362_880)), ..Change::default() }.to_string(), "ram=38.6G");
         for same in ["disk=7", "disk=7G", "disk=7GB", "disk=7.0GB/s"] {
             assert_eq!(Change::parse(same), Ok(Change { disk: Some(7.0), ..Change::default() }), "{same}");
         }

@@ -216,7 +216,7 @@ impl Plan {
     /// where it is known what those that are there make of one another.
     fn one_more(&self) -> Vec<Change> {
         let nothing = Change::default();
-        let mut changes = vec![Change { ram: Some(2 * self.budget.total), ..nothing }];
+        let mut changes = vec![Change { ram: Some(change::round(2 * self.budget.total)), ..nothing }];
         if let Ok((gb_s, ..)) = self.disk {
             changes.push(Change { drives: Some(2), ..nothing });
             changes.push(Change { disk: Some(size::short(2.0 * gb_s)), ..nothing });
