@@ -14,6 +14,7 @@ pub(super) fn choose(
     build: impl Fn(bool) -> Result<ExpertTable, TableError>,
     divide: impl Fn(&ExpertTable) -> Result<Budget, EngineError>,
 ) -> Result<(ExpertTable, Budget), EngineError> {
+    let mut least_kept = None;
     if config.keep_scales != Switch::Off {
         let kept = build(true)?;
         let bytes = kept.kept_scales().bytes as u64;
@@ -23,12 +24,20 @@ pub(super) fn choose(
             }
             Err(error) if bytes == 0 || config.keep_scales == Switch::On => return Err(error),
             // Where there is no room for them, there may be without.
-            Ok(_) | Err(_) => {}
+            Ok(_) => {}
+            // More parts an expert need a larger table: where neither fits it may be the one with scales that needs less.
+            Err(EngineError::TooSmall(error)) if pays(bytes, error.least.experts()) => least_kept = Some(error),
+            Err(_) => {}
         }
     }
     let read = build(false)?;
-    let budget = divide(&read)?;
-    Ok((read, budget))
+    match (divide(&read), least_kept) {
+        (Ok(budget), _) => Ok((read, budget)),
+        (Err(EngineError::TooSmall(read)), Some(kept)) if kept.needed() < read.needed() => {
+            Err(EngineError::TooSmall(kept))
+        }
+        (Err(error), _) => Err(error),
+    }
 }
 
 /// Whether keeping scales of so many bytes is worth the room, where experts get `experts` bytes beside them.
