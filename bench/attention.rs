@@ -85,7 +85,6 @@ struct Stock {
     cache: Vec<f32>,
     keys: Vec<f32>,
     queries: Vec<f32>,
-    listed: Vec<u32>,
 }
 
 const KV_B: MatrixSpec =
@@ -99,7 +98,6 @@ impl Stock {
             cache: noise(positions * SHAPE.cached(), 1),
             keys: noise(positions * INDEX_DIM, 2),
             queries: noise(rows * SHAPE.heads * SHAPE.query(), 3),
-            listed: (0..TOP_K as u32).map(|i| (u64::from(i) * positions as u64 / TOP_K as u64) as u32).collect(),
         }
     }
 
@@ -126,8 +124,9 @@ impl Stock {
         let explicit = matches!(work, Work::Explicit);
         let mut scratch = Scratch::new(&s, rows, threads, if explicit { positions } else { 0 }, room);
         let mut out = vec![0.0; rows * s.heads * s.value];
+        let listed: Vec<u32> = (0..TOP_K).map(|i| (i * positions / TOP_K) as u32).collect();
         let attended = |row: usize| match work {
-            Work::Absorbed { listed: true } => Attended::Listed(&self.listed),
+            Work::Absorbed { listed: true } => Attended::Listed(&listed),
             _ => Attended::Prefix(first + row + 1),
         };
         // Once before it is timed, so that no buffer is touched for the first time.
