@@ -713,7 +713,7 @@ fn a_stamp_confirms_or_contradicts() {
     assert!(Checkpoint::open(stamped("int4-row").path()).is_ok());
     assert_refused(&stamped("int8-row"), &[EXPERT, "int8-row", "int4-row"]);
     assert_refused(&stamped("int4-rans256-g0"), &[EXPERT, "int4-rans256-g0"]);
-    // The sizes are those of the configuration: neither it nor the data is damaged.
+    // Any of the three may be the one that is wrong.
     let hint = Checkpoint::open(stamped("int8-row").path()).unwrap_err().hint();
-    assert!(hint.contains("colibri.fmt") && !hint.contains("config.json"), "{hint}");
+    assert!(hint.contains("colibri.fmt") && hint.contains("config.json"), "{hint}");
 }

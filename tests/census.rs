@@ -220,7 +220,7 @@ fn a_plan_says_what_more_of_each_resource_would_buy() {
         ["program", "resident", "kv", "working", "reconstruction", "activations", "page_cache_reserve", "experts"];
     let sum: u64 = parts.iter().map(|part| budget[*part].as_u64().unwrap()).sum();
     assert!(sum <= budget["total"].as_u64().unwrap() && budget["working"].as_u64().unwrap() > 0, "{budget:?}");
-    assert_eq!(budget.len(), parts.len() + 2, "and the total and its source: {budget:?}");
+    assert_eq!(budget.len(), parts.len() + 3, "and the total, its source and what quantizing saves: {budget:?}");
     // Four routed layers, two experts a token of three matrices of 64 x 64 in two bytes.
     assert_eq!(slow["uncached_bytes_per_token"], 4.0 * 2.0 * 3.0 * 64.0 * 64.0 * 2.0);
     // Nothing asked: memory, a second drive, a faster one and cores, each twice what is there.

@@ -370,7 +370,7 @@ fn commands_take_the_flags_and_give_the_answers_of_the_container() {
         assert!(program::stdout(&output).contains(" stored) + "), "{command}: {}", program::stdout(&output));
     }
     let refused_with = |flags: &[&str], words: &[&str]| refused(&run(&tales(), flags), 2, words);
-    refused_with(&["--dense-bits", "3"], &["--dense-bits", "a width is 2, 4, 8 or 16, not 3"]);
+    refused_with(&["--dense-bits", "5"], &["--dense-bits", "a width is 2, 3, 4, 8 or 16, not 5"]);
     refused_with(&["--dense-bits", "8", "--group", "64"], &["--group 64", "hint: give --dense-bits 4"]);
     refused_with(&["--dense-bits", "4", "--group", "65"], &["--group", "16, 32, 48, 64, 96, 128, 192, 256"]);
     let again = run(container.path(), &["--io-bits", "4"]);

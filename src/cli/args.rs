@@ -633,7 +633,7 @@ mod tests {
             &["run", "--ram", "0"],
             &["run", "--ram", "0.0G"],
             &["convert", "a", "b", "--group", "17"],
-            &["run", "--dense-bits", "3"],
+            &["run", "--dense-bits", "5"],
             &["plan", "--io-bits", "fp8"],
             &["bench", "--group", "17"],
             &["convert", "a"],

@@ -284,7 +284,7 @@ mod tests {
     fn loading_says_what_is_there_and_what_will_be() {
         assert_eq!(loading_line(None, 1.4), "loading the model: 1 s so far");
         let line = loading_line(Some((3_000_000_000, 12_000_000_000)), 3.2);
-        assert_eq!(line, "loading the model: 3.00 GB of 12.00 GB of weights (25 %), 3 s so far");
+        assert_eq!(line, "loading the model: 3.00 GB of 12.0 GB of weights (25 %), 3 s so far");
     }
 
     #[test]

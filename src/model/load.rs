@@ -72,7 +72,7 @@ impl Loaded {
     }
 
     /// So many bytes more are to be loaded.
-    fn expect(&self, bytes: usize) {
+    fn announce(&self, bytes: usize) {
         self.of.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
@@ -133,7 +133,7 @@ pub fn fill(
     cancel: &AtomicBool,
     loaded: &Loaded,
 ) -> Result<Arena, LoadError> {
-    loaded.expect(bytes);
+    loaded.announce(bytes);
     let mut arena = Arena::reserved(bytes.max(1)).map_err(|source| LoadError::Memory { bytes, source })?;
     let room = Room::of(files, pieces);
     let jobs = Mutex::new(jobs(pieces, arena.as_mut_slice()).into_iter().enumerate());
