@@ -334,6 +334,12 @@ fn a_plan_adds_up_and_its_graph_has_every_need_before_it() {
     assert!((number(&everything["compute_s"]) / all - 1.0).abs() < 0.01 && once > 0.0 && expert > 0.0, "{report}");
     // A layer that reads computes no less.
     assert!(number(&report["compute_s"]) > 0.99 * all, "{report}");
+    // Of speed nothing need be said: all else is the same.
+    let untimed = json(&done(plan(&["--json", "--untimed"])));
+    assert_eq!((&untimed["predicted_tok_s"], &untimed["compute"]["gb_s"]), (&Value::Null, &Value::Null), "{untimed}");
+    for name in ["budget", "slots", "expected_hit_rate", "bytes_per_token"] {
+        assert_eq!(untimed[name], report[name], "{name}");
+    }
     // A short prompt leaves more to the experts.
     let short = json(&done(plan(&["--json", "--prompt-tokens", "8"])));
     assert!(short["slots"].as_u64().unwrap() > slots, "{short}");

@@ -33,7 +33,8 @@ Examples:
 Nothing is loaded. What the cache will find follows from the model's history of selections; without one it is what was \
 found for the model that comes with the program, and beside it stands what is sure: the speed that nothing in memory makes. \
 Steps of a few layers are timed for a second and a half, longer where the drive is slow, and for a third of a second where \
---disk or a tuning profile says what the drive reads.
+--disk or a tuning profile says what the drive reads; of a large model it takes a second more to make the memory for them \
+ready. With --untimed nothing is.
 Exit codes: 0 done, 1 the work failed, 2 usage.")]
 pub struct PlanArgs {
     /// Model directory [default: the model that comes with the program]
@@ -66,6 +67,9 @@ pub struct PlanArgs {
     /// Read ahead what the next layer's router will probably choose: auto, on or off [default: auto]
     #[arg(long, value_name = "WHEN", value_parser = |text: &str| args::SWITCH.parse(text))]
     prefetch: Option<Switch>,
+    /// Time nothing and predict no speed: all that is said is from headers
+    #[arg(long)]
+    untimed: bool,
     /// Print the stages of a step and what each needs
     #[arg(long)]
     graph: bool,
@@ -167,7 +171,10 @@ impl Plan {
         let told = told_of_drive(args, checkpoint, machine);
         let holes = speed::holes(checkpoint);
         let reading = told.is_none() && holes.is_none();
-        let timed = timed(checkpoint, &work, &engine, reading, machine).map_err(|error| error.to_string());
+        let timed = match args.untimed {
+            true => Err("not asked for".to_owned()),
+            false => timed(checkpoint, &work, &engine, reading, machine).map_err(|error| error.to_string()),
+        };
         let (drive, disk) = drive(told, holes, &timed, expert_bytes);
         let (costs, doubled) = match timed {
             Ok(timed) => (Ok(timed.costs), timed.doubled),
