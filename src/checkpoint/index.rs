@@ -5,9 +5,10 @@
 
 use super::config::read_small;
 use super::error::{CheckpointError, Result, is_there};
+use super::names::NameMap;
 use super::tensors::TensorMap;
 use serde::Deserialize;
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
 pub(crate) const INDEX_NAME: &str = "model.safetensors.index.json";
@@ -15,12 +16,12 @@ pub(crate) const INDEX_NAME: &str = "model.safetensors.index.json";
 /// An index all of whose shards are on disk.
 pub(crate) struct Index {
     path: PathBuf,
-    weight_map: HashMap<String, String>,
+    weight_map: NameMap<String>,
 }
 
 #[derive(Deserialize)]
 struct RawIndex {
-    weight_map: HashMap<String, String>,
+    weight_map: NameMap<String>,
 }
 
 /// Reads the index of `dir`; `None` when there is none or a stale one, which adds a line to `notes`.

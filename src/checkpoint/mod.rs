@@ -16,6 +16,7 @@ mod header;
 mod hint;
 mod index;
 pub mod mirror;
+mod names;
 pub mod required;
 pub mod synth;
 pub mod tensors;

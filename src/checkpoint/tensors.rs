@@ -3,6 +3,7 @@
 use super::error::{CheckpointError, Result, io_error};
 use super::header::{self, Header};
 use super::index;
+use super::names::NameMap;
 use crate::limits::{HEADER_SHARDS_MIN, HEADER_THREADS_MAX};
 use millstream_io::{FileId, FileSpan};
 use std::collections::hash_map::Entry;
@@ -118,7 +119,7 @@ impl TensorInfo {
 pub struct TensorMap {
     dir: PathBuf,
     paths: Vec<PathBuf>,
-    tensors: HashMap<String, TensorInfo>,
+    tensors: NameMap<TensorInfo>,
     stamps: HashMap<String, String>,
     metadata: Vec<HashMap<String, String>>,
     notes: Vec<String>,
@@ -151,7 +152,7 @@ impl TensorMap {
         let index = index::read(dir, &paths, &mut notes)?;
         let mut map = TensorMap {
             dir: dir.to_owned(),
-            tensors: HashMap::new(),
+            tensors: NameMap::default(),
             stamps: HashMap::new(),
             metadata: Vec::with_capacity(paths.len()),
             notes,

@@ -3,6 +3,7 @@
 use super::arch::{Arch, MlpKind};
 use super::container::{FP8_SCALES_SUFFIX, SCALES_SUFFIX, is_read_with};
 use super::error::{CheckpointError, Result};
+use super::names::Names;
 use super::required::Required;
 use super::tensors::TensorMap;
 use std::collections::HashSet;
@@ -15,7 +16,7 @@ const SIBLINGS: [&str; 9] =
 /// named after a used tensor (`<weight>_scale`, `<weight>.zeros`) and is not read is an error: whatever it is, the weight
 /// is not what it would be taken for.
 pub(super) fn note(arch: &Arch, tensors: &TensorMap, required: &[Required]) -> Result<Option<String>> {
-    let named: HashSet<&str> = required.iter().map(|tensor| tensor.name.as_str()).collect();
+    let named: HashSet<&str, Names> = required.iter().map(|tensor| tensor.name.as_str()).collect();
     let uses = |name: &str| named.contains(name) || is_expert(arch, name);
     let mut unused: Vec<&str> = Vec::new();
     for (name, _) in tensors.iter().filter(|(name, _)| !uses(name)) {
