@@ -154,6 +154,8 @@ impl Trial {
 
     /// A step for which each routed layer must read `fresh` of its experts.
     pub fn step(&mut self, fresh: usize) -> Result<Sample, EngineError> {
+        // What the step before guessed for nothing is no part of this one.
+        self.experts.inner.store.drop_guesses();
         self.experts.draw(fresh);
         self.experts.inner.store.reset_stats();
         self.kv.truncate(self.positions);

@@ -164,6 +164,10 @@ impl Plan {
     ) -> Result<Plan, Failure> {
         let engine = config.engine(context);
         let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure)?;
+        // Experts are timed as they will be read, in one piece or in two.
+        let keeps_scales = Engine::keeps_scales(checkpoint, &engine).map_err(job::engine_failure)?;
+        let timed_engine =
+            EngineConfig { keep_scales: if keeps_scales { Switch::On } else { Switch::Off }, ..engine.clone() };
         let (usage, warning) = Usage::open(&config.usage, checkpoint, machine);
         warning.iter().for_each(|line| render::note(false, line));
         let work = Work::of(checkpoint, &engine.resident);
@@ -173,7 +177,7 @@ impl Plan {
         let reading = told.is_none() && holes.is_none();
         let timed = match args.untimed {
             true => Err("not asked for".to_owned()),
-            false => timed(checkpoint, &work, &engine, reading, machine).map_err(|error| error.to_string()),
+            false => timed(checkpoint, &work, &timed_engine, reading, machine).map_err(|error| error.to_string()),
         };
         let (drive, disk) = drive(told, holes, &timed, expert_bytes);
         let (costs, doubled) = match timed {
