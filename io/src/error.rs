@@ -253,7 +253,7 @@ impl Errno {
     }
 
     /// The errno inside a standard error; `EIO` where it carries none.
-    pub(crate) fn of(error: &std::io::Error) -> Errno {
+    pub fn of(error: &std::io::Error) -> Errno {
         Errno(error.raw_os_error().unwrap_or(libc::EIO))
     }
 

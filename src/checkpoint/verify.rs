@@ -10,7 +10,8 @@ use super::error::{CheckpointError, Result};
 use super::write::layout::HASHES_KEY;
 use crate::limits::{CHECK_SLAB_BYTES_MAX, CHECKED_RUN_GAP_MAX};
 use millstream_io::{
-    Completion, Device, FileId, FileSet, FileSpan, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait, layout,
+    Completion, Device, Errno, FileId, FileSet, FileSpan, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait,
+    layout,
 };
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -239,8 +240,15 @@ pub fn check(
         for _ in 0..workers.max(1) {
             let (parts, inbox) = mpsc::channel();
             let hashed = hashed.clone();
-            scope.spawn(move || hash_parts(inbox, hashed));
-            state.workers.push(parts);
+            match std::thread::Builder::new().spawn_scoped(scope, move || hash_parts(inbox, hashed)) {
+                Ok(_) => state.workers.push(parts),
+                // Those that could be had do all of it.
+                Err(_) if !state.workers.is_empty() => break,
+                Err(error) => {
+                    let errno = Errno::of(&error);
+                    return Err(IoError::Start { what: "a thread that hashes", errno });
+                }
+            }
         }
         let outcome = state.drive(device, cancel, progress);
         // Without senders the threads end, and with them the results.
