@@ -156,6 +156,7 @@ impl Engine {
         }
         // After the slabs: reading the weights fills memory with pages of their files, and leaves none in pieces as large as
         // slabs want.
+        loaded.announce(p.plan.bytes() + kept.bytes);
         let resident = p.plan.load(config.threads, cancel, loaded)?;
         if kept.bytes > 0 {
             let piece =

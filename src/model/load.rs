@@ -1,6 +1,6 @@
 //! Fills an arena from files: with bytes as they are stored, read straight into place, and with matrices that are quantized
 //! on the way, a few rows at a time, so that what they are stored in is never in memory whole. Where files are read
-//! directly the page cache has no part in it.
+//! directly only ends, and what is small, pass through the page cache.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -71,8 +71,8 @@ impl Loaded {
         }
     }
 
-    /// So many bytes more are to be loaded.
-    fn announce(&self, bytes: usize) {
+    /// So many bytes are to be loaded.
+    pub fn announce(&self, bytes: usize) {
         self.of.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
@@ -116,11 +116,12 @@ fn workers(pieces: &[Piece], threads: usize) -> usize {
 
 /// Bytes that filling an arena from `files` takes besides the arena.
 pub fn scratch_bytes(files: &FileSet, pieces: &[Piece], threads: usize) -> usize {
-    let Room { part, cols, scales } = Room::of(files, pieces);
+    let Room { part, cols, scales, jobs } = Room::of(files, pieces);
     // An arena has whole pages.
     let part = part.next_multiple_of(if part < HUGE_PAGE_BYTES { PAGE_BYTES } else { HUGE_PAGE_BYTES });
     // The encoder holds a code for each column.
-    workers(pieces, threads) * (part + cols * (size_of::<f32>() + 1) + scales * size_of::<f32>())
+    let each = part + cols * (size_of::<f32>() + 1) + scales * size_of::<f32>();
+    workers(pieces, threads) * each + jobs * size_of::<Job>()
 }
 
 /// Allocates an arena and fills it with all pieces, which do not overlap and come in order, from as many threads as can be
@@ -133,7 +134,6 @@ pub fn fill(
     cancel: &AtomicBool,
     loaded: &Loaded,
 ) -> Result<Arena, LoadError> {
-    loaded.announce(bytes);
     let mut arena = Arena::reserved(bytes.max(1)).map_err(|source| LoadError::Memory { bytes, source })?;
     let room = Room::of(files, pieces);
     let jobs = Mutex::new(jobs(pieces, arena.as_mut_slice()).into_iter().enumerate());
@@ -329,6 +329,8 @@ struct Room {
     cols: usize,
     /// Scales of a row.
     scales: usize,
+    /// Parts that all pieces are cut into, at most.
+    jobs: usize,
 }
 
 /// What a thread encodes with.
@@ -342,11 +344,18 @@ impl Room {
     fn of(files: &FileSet, pieces: &[Piece]) -> Room {
         let mut room = Room::default();
         for piece in pieces {
-            let Content::Encoded { source, target, .. } = piece.content else { continue };
+            let (source, target) = match piece.content {
+                Content::Encoded { source, target, .. } => (source, target),
+                Content::Stored(span) => {
+                    room.jobs += span.len as usize / LOAD_PART_BYTES + 2;
+                    continue;
+                }
+            };
             let cols = source.spec.cols;
             for rows in rows_of(&source, LOAD_ENCODED_PART_BYTES) {
                 let covers = rows.spans.iter().map(|span| room_of(&sectors(files, span).0, files));
                 room.part = room.part.max(covers.sum());
+                room.jobs += 1;
             }
             room.cols = room.cols.max(cols);
             room.scales = room.scales.max(target.scale_count(1, cols));
