@@ -371,7 +371,7 @@ fn commands_take_the_flags_and_give_the_answers_of_the_container() {
     }
     let refused_with = |flags: &[&str], words: &[&str]| refused(&run(&tales(), flags), 2, words);
     refused_with(&["--dense-bits", "5"], &["--dense-bits", "a width is 2, 3, 4, 8 or 16, not 5"]);
-    refused_with(&["--dense-bits", "8", "--group", "64"], &["--group 64", "hint: give --dense-bits 4"]);
+    refused_with(&["--dense-bits", "8", "--group", "64"], &["--group", "4-bit", "or leave --group out"]);
     refused_with(&["--dense-bits", "4", "--group", "65"], &["--group", "16, 32, 48, 64, 96, 128, 192, 256"]);
     let again = run(container.path(), &["--io-bits", "4"]);
     refused(&again, 2, &["model.embed_tokens.weight is int8 and was to be int4", "convert the original weights"]);

@@ -151,16 +151,13 @@ pub struct RunArgs {
 /// Precision of the weights that stay in memory, for whatever opens a model: the same as `convert` has for its container.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct WidthArgs {
-    /// Quantize attention, dense and shared layers while they are loaded, as convert would: 16, 8, 4 or 2 bits. What is
+    /// Quantize attention, dense and shared layers while they are loaded, as convert would: 16, 8, 4, 3 or 2 bits. What is
     /// narrower already stays [default: as stored]
     #[arg(long, value_name = "BITS")]
     pub dense_bits: Option<Width>,
     /// The same of embeddings and output head [default: as stored]
     #[arg(long, value_name = "BITS")]
     pub io_bits: Option<Width>,
-    /// The same of the multi-token-prediction layer, where it is loaded [default: as stored]
-    #[arg(long, value_name = "BITS")]
-    pub mtp_bits: Option<Width>,
     /// The same of the sparse-attention indexer [default: as stored]
     #[arg(long, value_name = "BITS")]
     pub indexer_bits: Option<Width>,
@@ -172,8 +169,8 @@ pub struct WidthArgs {
 impl WidthArgs {
     /// In the terms of the engine.
     pub fn widths(&self) -> Widths {
-        let WidthArgs { dense_bits: dense, io_bits: io, mtp_bits: mtp, indexer_bits: indexer, group } = *self;
-        Widths { experts: None, dense, io, mtp, indexer, group }
+        let WidthArgs { dense_bits: dense, io_bits: io, indexer_bits: indexer, group } = *self;
+        Widths { experts: None, dense, io, mtp: None, indexer, group }
     }
 }
 

@@ -7,7 +7,7 @@ use millstream_io::limits::DRIVES_MAX;
 use millstream_io::{DeviceKind, IoMode, settle};
 use serde_json::Value as Json;
 
-use crate::checkpoint::convert::{Width, Widths};
+use crate::checkpoint::convert::Widths;
 use crate::engine::config::DEFAULT_PREFILL_ROWS;
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
@@ -381,18 +381,14 @@ fn decide_mirrors(args: &EngineArgs, settings: &mut Settings) -> Result<Vec<Path
 
 /// What of the weights that stay in memory is quantized while it is loaded.
 fn decide_widths(args: &WidthArgs, settings: &mut Settings) -> Result<Widths, Failure> {
-    let WidthArgs { dense_bits, io_bits, mtp_bits, indexer_bits, group } = args;
-    let widths = [dense_bits, io_bits, mtp_bits, indexer_bits];
-    for (name, width) in ["dense-bits", "io-bits", "mtp-bits", "indexer-bits"].into_iter().zip(widths) {
+    let WidthArgs { dense_bits, io_bits, indexer_bits, group } = args;
+    for (name, width) in [("dense-bits", dense_bits), ("io-bits", io_bits), ("indexer-bits", indexer_bits)] {
         let shown = width.map_or_else(|| "as stored".to_owned(), |width| width.to_string());
         settings.add(name, shown, flag_or_default(width));
     }
-    if let Some(group) = group
-        && !widths.contains(&&Some(Width::Bits4))
-    {
-        return Err(Failure::usage(format!("--group {group} is for weights that become 4-bit, and none does"))
-            .hint("give --dense-bits 4, or leave --group out"));
-    }
+    args.widths().check().map_err(|error| {
+        Failure::usage(error.to_string()).hint("give a 4-bit width such as --dense-bits 4, or leave --group out")
+    })?;
     let shown = group.map_or_else(|| "row".to_owned(), |group| group.to_string());
     settings.add("group", shown, flag_or_default(group));
     Ok(args.widths())

@@ -137,6 +137,14 @@ impl Files {
     }
 }
 
+/// As [`engine_failure`], of a command that cannot be told what to quantize: no hint says so.
+pub fn engine_failure_as_stored(mut error: EngineError) -> Failure {
+    if let EngineError::TooSmall(too_small) = &mut error {
+        too_small.narrower = None;
+    }
+    engine_failure(error)
+}
+
 /// A failure of the engine: of what was asked for, where that is at fault.
 pub fn engine_failure(error: EngineError) -> Failure {
     use EngineError::{

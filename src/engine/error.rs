@@ -147,7 +147,7 @@ impl EngineError {
         match self {
             EngineError::Checkpoint(e) | EngineError::Resident(LoadError::Checkpoint(e)) => Some(e.hint().into()),
             EngineError::Resident(LoadError::Requantized { .. }) => Some(
-                "give it no narrower width than it has (--dense-bits, --io-bits, --mtp-bits, --indexer-bits), or convert \
+                "give it no narrower width than it has (--dense-bits, --io-bits, --indexer-bits), or convert \
                  the original weights"
                     .into(),
             ),

@@ -177,11 +177,13 @@ pub fn drive(machine: &Machine, checkpoint: &Checkpoint, engine: &EngineConfig, 
     match speed::drive(checkpoint, engine) {
         Ok(measured) => {
             let seconds = token as f64 / (measured.gb_s * 1e9);
-            let class = class(measured.gb_s);
+            // What the page cache served says nothing of the drive.
+            let class = measured.doubt.is_none().then(|| class(measured.gb_s));
             let detail = format!(
-                "{:.2} GB/s reading {} experts at once, as {class} does: {} for a token that finds none in memory",
+                "{:.2} GB/s reading {} experts at once{}: {} for a token that finds none in memory",
                 measured.gb_s,
                 checkpoint.arch.moe.top_k,
+                class.map_or_else(String::new, |class| format!(", as {class} does")),
                 render::seconds(seconds)
             );
             let (status, detail, hint) = match (measured.doubt, seconds > SLOW_TOKEN_S) {

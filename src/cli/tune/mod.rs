@@ -192,7 +192,7 @@ fn prepare<'a>(
     let longest = checkpoint.arch.max_context;
     let tokens = TRIAL_TOKENS_MAX.min(longest.saturating_sub(prompt.len())).max(1);
     let mut engine = config.engine((prompt.len() + tokens).min(longest));
-    let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure)?;
+    let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure_as_stored)?;
     let experts = checkpoint.routed().flatten().count();
     // So many of each size: what the scarcest has.
     let fewest = budget.slabs.iter().map(|slabs| slabs.count).min().unwrap_or(0);

@@ -140,7 +140,7 @@ impl Study<'_> {
     }
 
     fn open(&self, checkpoint: Checkpoint) -> Result<Option<Engine>, Failure> {
-        cold::open(checkpoint, &self.engine, &self.stop, self.quiet).map_err(job::engine_failure)
+        cold::open(checkpoint, &self.engine, &self.stop, self.quiet).map_err(job::engine_failure_as_stored)
     }
 }
 
