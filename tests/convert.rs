@@ -1,6 +1,8 @@
 //! Conversion: the right bytes in the right place, whatever stops it on the way.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+#[path = "common/quick.rs"]
+mod quick;
 #[path = "common/safetensors.rs"]
 mod safetensors;
 #[path = "common/stepped.rs"]
@@ -10,6 +12,7 @@ use millstream::checkpoint::convert::{ConvertOptions, PlanLine, Progress, Width,
 use millstream::checkpoint::{Checkpoint, CheckpointError, MatrixSource};
 use millstream::kernels::{Format, Kernels, WeightRef};
 use millstream_io::{FileSet, FileSpan, IoMode, layout};
+use quick::quick_dir;
 use safetensors::{Model, Shard, Tensor, tiny_model, tiny_olmoe};
 use std::collections::BTreeMap;
 use std::fs;
@@ -31,11 +34,6 @@ fn converted(src: &Path, options: &ConvertOptions) -> tempfile::TempDir {
     let dst = quick_dir();
     quietly(src, dst.path(), options).unwrap();
     dst
-}
-
-/// A directory where making files durable costs nothing, for tests that write a container many times.
-fn quick_dir() -> tempfile::TempDir {
-    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
 /// Every file of a directory by name, hidden ones too; but for the stamps of the source's files, which every copy of it

@@ -181,6 +181,7 @@ fn a_drive_that_fails_anywhere_is_named_with_a_hint_and_the_next_run_ends_with_t
             &["out-00003", "os error 28", "free space"],
         ),
         ("no sync", libc::SYS_fsync, vec![], eio, &["cannot sync", "os error 5", "dmesg"]),
+        #[cfg(target_arch = "x86_64")]
         ("no name", libc::SYS_rename, vec![], eio, &["cannot rename", "os error 5", "dmesg"]),
     ];
     for (what, call, conditions, errno, words) in cases {

@@ -3,6 +3,8 @@
 
 #[path = "common/program.rs"]
 mod program;
+#[path = "common/quick.rs"]
+mod quick;
 
 use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::checkpoint::synth::{Precision, Preset, SynthOptions, synth};
@@ -11,6 +13,7 @@ use millstream::checkpoint::{Checkpoint, CheckpointError};
 use millstream::engine::{Engine, EngineConfig, Memory};
 use millstream::kernels::Format;
 use program::forget_settings;
+use quick::quick_dir;
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -33,11 +36,6 @@ fn made(options: &SynthOptions) -> tempfile::TempDir {
     let dst = quick_dir();
     quietly(dst.path(), options).unwrap();
     dst
-}
-
-/// A directory where making files durable costs nothing.
-fn quick_dir() -> tempfile::TempDir {
-    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
 fn contents(dir: &Path) -> BTreeMap<String, Vec<u8>> {

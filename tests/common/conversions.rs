@@ -1,6 +1,11 @@
 //! Conversions of a small model in several shards, and what is to be found of it whatever stops them.
 #![allow(dead_code)]
 
+#[path = "quick.rs"]
+mod quick;
+
+pub use quick::quick_dir;
+
 use crate::program::program;
 use crate::safetensors::Shard;
 use millstream::checkpoint::CheckpointError;
@@ -13,15 +18,6 @@ use std::process::{Command, Stdio};
 pub const SHARDS: usize = 6;
 /// What tells whether a source is still the files that were converted.
 pub const STAMPS: &str = ".millstream-source.json";
-
-/// A directory where making files durable costs nothing, where there is one with room: some machines have 64 MB of it.
-pub fn quick_dir() -> tempfile::TempDir {
-    const ROOM_BYTES: u64 = 1 << 30;
-    let memory = Path::new("/dev/shm");
-    let roomy = millstream_io::free_bytes(memory).is_ok_and(|free| free >= ROOM_BYTES);
-    let in_memory = roomy.then(|| tempfile::tempdir_in(memory).ok()).flatten();
-    in_memory.unwrap_or_else(|| tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap())
-}
 
 /// A writable copy of `model` in several shards; each tensor goes to the next shard in turn for the first half of them,
 /// then they go in order: some parts of the container need every shard, others one.
