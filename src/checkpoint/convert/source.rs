@@ -116,7 +116,8 @@ impl<'a> Source<'a> {
         let proof = |(number, files): (usize, &BTreeSet<FileId>)| {
             let goes = consume.is_some_and(|consume| consume.needs_proof[number]);
             match files.is_disjoint(&self.gone) {
-                // It cannot be made again, and only its checksums tell what it was.
+                // It cannot be made again, and only its checksums tell what it was. What is left of its source was told
+                // from another by samples.
                 false => Proof::Read,
                 true if !goes => Proof::None,
                 true if files.iter().all(same) => Proof::Read,
