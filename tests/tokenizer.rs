@@ -58,6 +58,31 @@ fn greedy_ids_decode_to_the_text_of_the_reference() {
     }
 }
 
+/// A tokenizer put together as that of OLMoE is, by `scripts/neox_tokenizer.py`: NFC first, no blank in front, runs of blanks
+/// as added tokens that are not special, nothing before or after a text.
+#[test]
+fn text_has_the_ids_of_the_reference_in_the_tokenizer_of_the_other_family() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/neox-tokenizer");
+    let tokenizer = Tokenizer::open(&dir).unwrap();
+    let record: Value = serde_json::from_slice(&std::fs::read(dir.join("ids.json")).unwrap()).unwrap();
+    assert_eq!(tokenizer.vocab_size() as u64, record["vocab"].as_u64().unwrap());
+    let special = ids(&record["special"]);
+    assert!((0..tokenizer.vocab_size() as u32).all(|id| tokenizer.is_special(id) == special.contains(&id)));
+    let texts = record["texts"].as_object().unwrap();
+    assert_eq!(texts.len(), 11);
+    for (name, expected) in texts {
+        let (text, decoded) = (expected["text"].as_str().unwrap(), expected["decoded"].as_str().unwrap());
+        let expected = ids(&expected["ids"]);
+        assert_eq!(tokenizer.encode_raw(text).unwrap(), expected, "{name}");
+        assert_eq!(decode(&tokenizer, &expected), decoded, "{name}");
+        // What a user writes is text, whatever it looks like.
+        let plain = tokenizer.encode_plain(text).unwrap();
+        assert!(plain.iter().all(|id| !special.contains(id)), "{name}");
+        assert_eq!(decode(&tokenizer, &plain), decoded, "{name}");
+        assert_eq!(plain == expected, expected.iter().all(|id| !special.contains(id)), "{name}");
+    }
+}
+
 #[test]
 fn every_token_has_its_bytes() {
     let tokenizer = Tokenizer::open(&bundled()).unwrap();
