@@ -100,6 +100,10 @@ pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
     }
     let Some(checkpoint) = job::open_checkpoint(&run, &mut config, machine)? else { return Ok(Done::Interrupted) };
     let context = args.ctx_size.unwrap_or(checkpoint.arch.max_context.min(DEFAULT_CONTEXT));
+    if let Some(tokens) = args.prompt_tokens.filter(|&tokens| tokens >= context) {
+        let what = format!("--prompt-tokens {tokens} leaves no place for an answer in a context of {context}");
+        return Err(Failure::usage(what).hint("give a longer context with -c, or fewer tokens"));
+    }
     let graph = StageGraph::new(&checkpoint.arch, config.engine(context).switches.guesses());
     let text = if args.dot {
         graph.dot()

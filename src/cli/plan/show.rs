@@ -16,7 +16,7 @@ pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
     let (work, here) = (&plan.work, &plan.here);
     let used = work.used();
     let basis = match plan.history.iter().sum::<u64>() {
-        0 => "for want of a history chosen as the model at hand chooses".to_owned(),
+        0 => "for want of a history chosen as the model that comes with the program chooses".to_owned(),
         count => format!("by a history of {} selections", size::grouped(count)),
     };
     let mut text = format!("{}, for a context of {}\n", plan.budget, plan.context);
