@@ -697,4 +697,25 @@ fn a_container_is_repacked_by_flag_bit_for_bit() {
         kept.map(|tensor| (tensor.name, (tensor.dtype, tensor.shape, tensor.data))).collect()
     };
     assert!(weights(&plain) == weights(&packed));
+    // Damage is not made whole by new checksums, and the evidence stays.
+    let shard = packed.join("out-00002.safetensors");
+    let mut bytes = fs::read(&shard).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&shard, bytes).unwrap();
+    let other = home.path().join("d");
+    let before = contents(&packed);
+    refused(&output(&["--repack", "--delete-source"], &other), 1, &["out-00002", "is damaged", "doctor --deep"]);
+    assert!(contents(&packed) == before && !other.exists());
+}
+
+#[test]
+fn a_source_is_no_place_for_what_is_made_of_it_and_no_hint_says_to_remove_it() {
+    let src = sharded(tiny_model());
+    for flags in [&[][..], &["--repack"], &["--delete-source"]] {
+        let mut asked = convert_command(src.path(), src.path(), flags);
+        let output = asked.stderr(Stdio::piped()).stdout(Stdio::piped()).output().unwrap();
+        refused(&output, 1, &["that is not the source"]);
+        assert!(!stderr(&output).contains("remove"), "{}", stderr(&output));
+    }
 }

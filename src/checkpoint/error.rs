@@ -274,6 +274,14 @@ pub enum CheckpointError {
         /// The first run that differs, and how many do.
         damage: String,
     },
+    /// A container is not as its checksums say.
+    #[error("{} is damaged, and was to be repacked: {damage}", file.display())]
+    SourceDamaged {
+        /// The shard.
+        file: PathBuf,
+        /// The first run that differs, and how many do.
+        damage: String,
+    },
     /// A shard of the destination, finished by an earlier run, is not as it was written.
     #[error("{} is damaged: {damage}{}", file.display(), made_from(gone))]
     Damaged {

@@ -90,6 +90,9 @@ impl CheckpointError {
             CheckpointError::ReadBack { .. } => {
                 "the drive or the memory is at fault (dmesg): nothing of this shard was kept; the same command writes it again"
             }
+            CheckpointError::SourceDamaged { .. } => {
+                "nothing was made of it: `millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again"
+            }
             CheckpointError::OtherWeights { .. } => {
                 "it was made from another model with the same headers: give another destination; nothing was removed for this shard"
             }

@@ -5,6 +5,7 @@ mod plan;
 mod selftest;
 mod source;
 mod stamps;
+mod sums;
 mod weights;
 mod widths;
 
@@ -24,6 +25,7 @@ use source::{Consume, Source};
 use stamps::{STAMPS_NAME, Stamps};
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use weights::{Earlier, Encoder};
 
 /// Files beside the shards that belong to the model and are copied with it.
@@ -170,6 +172,18 @@ fn verified(shards: usize, checked: write::Checked, from_source: bool) -> Verifi
     Verified { shards, bytes, direct, from_source, damage }
 }
 
+/// Refuses the source as the destination, before a hint about what stands there tells to remove it.
+fn refuse_itself(src: &Path, dst: &Path) -> Result<()> {
+    match (std::fs::canonicalize(src), std::fs::canonicalize(dst)) {
+        (Ok(here), Ok(there)) if here == there => Err(CheckpointError::ConvertOptions {
+            what: "the destination".to_owned(),
+            expected: "a directory that is not the source".to_owned(),
+            found: format!("{} for both", dst.display()),
+        }),
+        _ => Ok(()),
+    }
+}
+
 fn convert_source(
     checkpoint: &Checkpoint,
     record: Option<Record>,
@@ -177,6 +191,10 @@ fn convert_source(
     options: &ConvertOptions,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<ConvertReport> {
+    // What removes the source as it goes says so itself.
+    if !options.delete_source {
+        refuse_itself(&checkpoint.dir, dst)?;
+    }
     let kernels = Kernels::best();
     if checkpoint.formats().any(|format| format == Format::Fp8Block) {
         selftest::fp8(kernels)?;
@@ -194,6 +212,11 @@ fn convert_source(
     let stay = consume.as_ref().map(|consume| consume.kept.clone()).unwrap_or_default();
     for (shard, reason) in &stay {
         progress(Progress::Note(format!("{shard} of the source stays: {reason}")));
+    }
+    if options.repack {
+        let never = AtomicBool::new(false);
+        let cancel = options.cancel.as_ref().map_or(&never, |cancel| &*cancel.0);
+        sums::check(checkpoint, &|file| source.is_gone(file), cancel, progress)?;
     }
     let way = if source.is_whole() { None } else { Some(Way::Keep) };
     let context = Context { names: names(&shards), gone: source.gone(&needs), way };

@@ -10,7 +10,7 @@ mod destination;
 pub mod layout;
 pub(crate) mod plan;
 mod progress;
-mod readback;
+pub(super) mod readback;
 mod run;
 mod shard;
 
