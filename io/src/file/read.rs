@@ -27,8 +27,8 @@ impl FileSet {
     /// drop its pages.
     ///
     /// # Errors
-    /// As [`FileSet::read_exact_at`]; [`IoError::DirectRefused`] where the set was opened with [`IoMode::Direct`] and a
-    /// direct read is refused.
+    /// As [`FileSet::read_exact_at`]; [`IoError::DirectRefused`] where the set was opened with
+    /// [`IoMode::Direct`](crate::IoMode::Direct) and a direct read is refused.
     pub fn read_placed(&self, file: FileId, offset: u64, buf: &mut [u8]) -> Result<(), IoError> {
         self.checked_len(file)?;
         let align = self.entry(file).align() as usize;
