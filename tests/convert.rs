@@ -435,7 +435,7 @@ fn a_directory_with_other_files_is_left_alone() {
     let error = quietly(tiny_model(), model.path(), &ConvertOptions::default()).unwrap_err();
     assert!(matches!(error, CheckpointError::ConvertOccupied { .. }), "{error}");
     let error = quietly(model.path(), model.path(), &ConvertOptions::default()).unwrap_err();
-    assert!(matches!(error, CheckpointError::ConvertOccupied { .. }), "{error}");
+    assert!(matches!(error, CheckpointError::ConvertOptions { .. }), "{error}");
     assert_same_files(model.path(), &before);
 
     let config = tempfile::tempdir().unwrap();
