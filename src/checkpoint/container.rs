@@ -93,13 +93,16 @@ impl TensorMap {
     }
 
     fn required(&self, name: &str, shape: impl Fn() -> String) -> Result<&TensorInfo> {
+        if let Some(tensor) = self.get(name) {
+            return Ok(tensor);
+        }
         let packed = format!("{name}_packed");
-        if let (None, Some(tensor)) = (self.get(name), self.get(&packed)) {
+        if let Some(tensor) = self.get(&packed) {
             let expected = format!("{name}, as modelopt stores NVFP4");
             let found = format!("{}, as compressed-tensors does", tensor.describe());
             return Err(self.tensor_fault(&packed, tensor, "layout", expected, found));
         }
-        self.get(name).ok_or_else(|| CheckpointError::TensorMissing {
+        Err(CheckpointError::TensorMissing {
             dir: self.dir().to_owned(),
             tensor: name.to_owned(),
             expected: shape(),

@@ -4,7 +4,7 @@ use super::arch::{Arch, MlpKind};
 use super::container::MatrixSource;
 use super::error::Result;
 use super::required;
-use super::tensors::TensorMap;
+use super::tensors::{TensorMap, shared};
 use millstream_io::FileSpan;
 
 /// The three matrices of one expert.
@@ -50,14 +50,12 @@ pub struct ExpertIndex {
 impl ExpertIndex {
     /// Resolves every expert of every sparse layer, and of the MTP layer if `arch` has one.
     pub fn build(arch: &Arch, tensors: &TensorMap) -> Result<ExpertIndex> {
-        let mut layers = Vec::with_capacity(arch.layers.len() + 1);
-        for (layer, kind) in arch.layers.iter().chain(&arch.mtp).enumerate() {
-            layers.push(match kind.mlp {
-                MlpKind::Dense { .. } => None,
-                MlpKind::Sparse => Some(layer_experts(arch, tensors, layer)?),
-            });
-        }
-        Ok(ExpertIndex { layers })
+        let kinds: Vec<MlpKind> = arch.layers.iter().chain(&arch.mtp).map(|layer| layer.mlp).collect();
+        let layers = shared(&kinds, tensors.paths().len(), |layer, kind| match kind {
+            MlpKind::Dense { .. } => Ok(None),
+            MlpKind::Sparse => layer_experts(arch, tensors, layer).map(Some),
+        });
+        Ok(ExpertIndex { layers: layers.into_iter().collect::<Result<_>>()? })
     }
 
     /// An expert of a sparse layer; `None` for a dense layer, or a number out of range.

@@ -149,7 +149,11 @@ impl TensorMap {
             return Err(CheckpointError::NoShards { dir: dir.to_owned() });
         }
         let mut notes = Vec::new();
-        let index = index::read(dir, &paths, &mut notes)?;
+        let json = index::read(dir)?;
+        let index = match &json {
+            Some(json) => index::parse(dir, json, &paths, &mut notes)?,
+            None => None,
+        };
         let mut map = TensorMap {
             dir: dir.to_owned(),
             tensors: NameMap::default(),
@@ -161,7 +165,9 @@ impl TensorMap {
             paths,
         };
         let mut hasher = xxhash_rust::xxh3::Xxh3::new();
-        for (file, header) in read_headers(&map.paths, &gone).into_iter().enumerate() {
+        let headers = read_headers(&map.paths, &gone);
+        map.tensors.reserve(headers.iter().flatten().map(|header| header.tensors.len()).sum());
+        for (file, header) in headers.into_iter().enumerate() {
             let header = header?;
             hasher.update(&header.hash.to_le_bytes());
             map.file_bytes += header.file_bytes;
@@ -235,7 +241,6 @@ impl TensorMap {
     }
 
     fn add(&mut self, file: usize, header: Header) -> Result<()> {
-        self.tensors.reserve(header.tensors.len());
         for (name, tensor) in header.tensors {
             if name.starts_with(PAD_PREFIX) {
                 continue;
@@ -259,39 +264,42 @@ impl TensorMap {
     }
 }
 
-/// The header of each shard. Large models have a hundred megabytes of them, so that threads share them; for few shards they
-/// would take more memory, an arena of the allocator each, than they save time.
+/// The header of each shard. Large models have a hundred megabytes of them, so that threads share them.
 fn read_headers(paths: &[PathBuf], gone: &HashMap<PathBuf, &(u64, String)>) -> Vec<Result<Header>> {
+    shared(paths, paths.len(), |number, path| match gone.get(path) {
+        Some((bytes, json)) => header::parse(path, FileId(number as u32), *bytes, json.as_bytes()),
+        None => header::read(path, FileId(number as u32)),
+    })
+}
+
+/// What `work` makes of each of `items` and its number, in their order. Threads share them where a model has so many shards
+/// that this is worth their start.
+pub(super) fn shared<T: Sync, R: Send>(items: &[T], shards: usize, work: impl Fn(usize, &T) -> R + Sync) -> Vec<R> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(HEADER_THREADS_MAX);
-    let threads = if paths.len() < HEADER_SHARDS_MIN { 1 } else { threads };
-    let read = |first: usize, paths: &[PathBuf]| -> Vec<Result<Header>> {
-        let numbered = paths.iter().zip(first as u32..);
-        let header = |(path, file): (&PathBuf, u32)| match gone.get(path) {
-            Some((bytes, json)) => header::parse(path, FileId(file), *bytes, json.as_bytes()),
-            None => header::read(path, FileId(file)),
-        };
-        numbered.map(header).collect()
+    let threads = if shards < HEADER_SHARDS_MIN { 1 } else { threads };
+    let all = |first: usize, items: &[T]| -> Vec<R> {
+        items.iter().zip(first..).map(|(item, number)| work(number, item)).collect()
     };
-    let share = paths.len().div_ceil(threads).max(1);
-    let mut shares = paths.chunks(share).enumerate().map(|(number, paths)| (number * share, paths));
+    let all = &all;
+    let share = items.len().div_ceil(threads).max(1);
+    let mut shares = items.chunks(share).enumerate().map(|(number, items)| (number * share, items));
     let (first, own) = shares.next().unwrap_or_default();
     std::thread::scope(|scope| {
-        let work = |first, paths| move || read(first, paths);
-        // Where no thread can be had the caller reads the share itself.
+        // Where no thread can be had the caller does the share itself.
         let others: Vec<_> = shares
-            .map(|(first, paths)| {
-                let spawned = std::thread::Builder::new().spawn_scoped(scope, work(first, paths));
-                spawned.map_err(|_| (first, paths))
+            .map(|(first, items)| {
+                let spawned = std::thread::Builder::new().spawn_scoped(scope, move || all(first, items));
+                spawned.map_err(|_| (first, items))
             })
             .collect();
-        let mut headers = read(first, own);
+        let mut made = all(first, own);
         for other in others {
-            headers.extend(match other {
+            made.extend(match other {
                 Ok(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
-                Err((first, paths)) => read(first, paths),
+                Err((first, items)) => all(first, items),
             });
         }
-        headers
+        made
     })
 }
 
