@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::str::FromStr;
 
 use crate::error::{Errno, IoError};
-use crate::limits::{HUGE_PAGE_BYTES, PAGE_BYTES};
+use crate::limits::{HUGE_PAGE_BYTES, PAGE_BYTES, POPULATE_PIECE_BYTES};
 
 /// Small pages are worth a line where they are more than one in so many of those that might be huge.
 const SMALL_NOTED: u64 = 4;
@@ -232,9 +232,10 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Faults every page in, several threads at a time for big arenas: first touch costs over a second a GiB.
+    /// Faults every page in, several threads at a time where that is worth their start: first touch costs over a second a
+    /// GiB.
     fn populate(&self) -> Result<(), IoError> {
-        let pieces = (self.bytes / (256 << 20)).clamp(1, available_threads().min(8));
+        let pieces = (self.bytes / POPULATE_PIECE_BYTES).clamp(1, available_threads().min(8));
         let piece = (self.bytes / pieces).next_multiple_of(HUGE_PAGE_BYTES);
         let results: Vec<i32> = std::thread::scope(|scope| {
             let work = |index: usize| move || self.populate_range(index * piece, piece);

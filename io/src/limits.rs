@@ -14,6 +14,8 @@ pub const SECTOR_BYTES: u32 = 4096;
 pub const SECTOR_BYTES_MAX: u32 = 2 << 20;
 /// The page size worth having: one device request covers megabytes instead of scattered 4 KiB pages.
 pub const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Memory is faulted in by as many threads as there are such pieces of it: one takes ten times what a thread takes to start.
+pub const POPULATE_PIECE_BYTES: usize = 16 << 20;
 /// Ordinary page.
 pub const PAGE_BYTES: usize = 4096;
 /// Default cap on bytes handed to the kernel; beyond the knee more depth buys only latency.
