@@ -102,9 +102,9 @@ impl Sampler {
         Sampler { kept: Vec::with_capacity(vocab) }
     }
 
-    /// Bytes of its scratch memory.
-    pub fn bytes(&self) -> usize {
-        self.kept.capacity() * size_of::<Candidate>()
+    /// Bytes of the scratch memory of one for `vocab` logits.
+    pub fn bytes(vocab: usize) -> usize {
+        vocab * size_of::<Candidate>()
     }
 
     /// Chooses the token for `position` (number of tokens before it) from `logits`, one for each id.

@@ -15,6 +15,7 @@ use millstream_io::{Arena, DeviceConfig, FileSet, SlabPool, open_device, settle}
 
 use super::predict::{GUESSED, Slice, Times};
 use super::{EngineConfig, EngineError, Switch, context_of, forms_of, sparse_of};
+use crate::checkpoint::arch::MoeArch;
 use crate::checkpoint::{Arch, Checkpoint, ExpertIndex};
 use crate::forward::{
     self, ExpertCall, ExpertExecutor, ExpertScratch, Form, ForwardError, Guess, KvCache, Logits, Model, State, Step,
@@ -22,7 +23,7 @@ use crate::forward::{
 };
 use crate::kernels::{Kernels, Team};
 use crate::meter::{Meter, Stage};
-use crate::model::resident::Plan;
+use crate::model::resident::Blank;
 use crate::ops::Compute;
 use crate::ops::room::Room;
 use crate::store::{ExpertStore, ExpertTable, Notice, SlabSize, Watch};
@@ -61,9 +62,11 @@ pub struct Sample {
 }
 
 impl Trial {
-    /// Makes `slice` of a model ready for steps; `reading` says whether any but the first is to read.
+    /// Makes `slice` of a model, whose files are `files`, ready for steps; `reading` says whether any but the first is to
+    /// read.
     pub fn open(
         checkpoint: &Checkpoint,
+        files: &Arc<FileSet>,
         config: &EngineConfig,
         slice: &Slice,
         reading: bool,
@@ -74,18 +77,18 @@ impl Trial {
             Some(isa) => Kernels::for_isa(isa).ok_or(EngineError::NoIsa(isa))?,
             None => Kernels::best(),
         };
-        let (mode, kind) = settle(config.io, config.device)?;
-        let files = Arc::new(FileSet::open(checkpoint.tensors.paths(), mode)?);
-        let plan = Plan::slice(checkpoint, files.clone(), &slice.layers, slice.vocab, &config.resident)?;
+        let (_, kind) = settle(config.io, config.device)?;
+        let least = usize::try_from(slice.least).unwrap_or(usize::MAX);
+        let blank = Blank::slice(checkpoint, files, &slice.layers, slice.vocab, &config.resident, least)?;
         let arch = sliced(&checkpoint.arch, slice);
-        let (table, pool, drawn) = slabs(checkpoint, config, slice, &files, plan.bytes() as u64, reading)?;
+        let (table, pool, drawn) = slabs(checkpoint, config, slice, files, blank.bytes() as u64, reading)?;
         let device = DeviceConfig {
             kind,
             depth_bytes: config.depth.bytes(pool.slab_bytes()),
             chunk_bytes: config.chunk_bytes,
             ..DeviceConfig::default()
         };
-        let device = open_device(&device, files.clone(), &pool)?;
+        let device = open_device(&device, Arc::clone(files), &pool)?;
         let scales = table.kept_scales().bytes;
         let mut store = ExpertStore::new(table, device, pool);
         if scales > 0 {
@@ -98,7 +101,7 @@ impl Trial {
             Notice::Hung(_) => ControlFlow::Break(()),
             Notice::Waiting | Notice::Answered { .. } => ControlFlow::Continue(()),
         });
-        store.set_watch(watch, files.clone());
+        store.set_watch(watch, Arc::clone(files));
         let (guess, top_k) = (config.switches.guess, arch.moe.top_k);
         store.allow_guesses((1 + guess.layers) * top_k, top_k);
         let room = &mut Room::default();
@@ -118,11 +121,11 @@ impl Trial {
             meter: Meter::new(),
             form,
             positions,
-            files,
+            files: Arc::clone(files),
             model: Model {
                 rope: rope_of(&arch, positions + 1, room),
                 compute,
-                resident: plan.blank()?,
+                resident: blank.make()?,
                 sparse,
                 guess_from: guess.from,
                 arch,
@@ -187,7 +190,8 @@ impl Trial {
 /// What of the model is in the slice.
 fn sliced(arch: &Arch, slice: &Slice) -> Arch {
     let layers = slice.layers.iter().map(|&layer| arch.layers[layer]).collect();
-    Arch { layers, vocab: slice.vocab, mtp: None, ..arch.clone() }
+    let moe = MoeArch { top_k: slice.top_k, ..arch.moe };
+    Arch { layers, vocab: slice.vocab, mtp: None, moe, ..arch.clone() }
 }
 
 /// The experts of the slice, slabs for those of a token and where it reads of one more, and what a step draws from.
@@ -202,7 +206,7 @@ fn slabs(
     let layers = slice.layers.iter().map(|&layer| checkpoint.experts.layers[layer].clone()).collect();
     let index = ExpertIndex { layers };
     let table = ExpertTable::build(&index, files, |_| true, config.keep_scales != Switch::Off)?;
-    let (all, top_k) = (checkpoint.arch.moe.experts, checkpoint.arch.moe.top_k);
+    let (all, top_k) = (checkpoint.arch.moe.experts, slice.top_k);
     // Less than half of the rest stay in the cache after they were drawn: they are drawn again after all others.
     let spare = if reading { top_k.min((all - top_k) / 2).max(1) } else { 0 };
     let of_size = |size: &SlabSize| (size.slab_bytes, size.experts / all * (top_k + spare));
@@ -309,6 +313,8 @@ impl ExpertExecutor for Drawn {
 mod tests {
     use std::path::Path;
 
+    use millstream_io::IoMode;
+
     use super::*;
     use crate::engine::predict::Work;
 
@@ -316,12 +322,16 @@ mod tests {
         Checkpoint::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")).unwrap()
     }
 
+    fn files(checkpoint: &Checkpoint) -> Arc<FileSet> {
+        Arc::new(FileSet::open(checkpoint.tensors.paths(), IoMode::Auto).unwrap())
+    }
+
     #[test]
     fn a_step_reads_what_is_drawn_and_finds_the_rest() {
         let (checkpoint, config) = (bundled(), EngineConfig::new(1 << 30));
         // The layer without experts and two of the five with some, each of 32, four a token.
-        let slice = Slice { layers: vec![0, 2, 4], vocab: 256 };
-        let mut trial = Trial::open(&checkpoint, &config, &slice, true).unwrap();
+        let slice = Slice { layers: vec![0, 2, 4], vocab: 256, top_k: 4, least: u64::MAX };
+        let mut trial = Trial::open(&checkpoint, &files(&checkpoint), &config, &slice, true).unwrap();
         assert_eq!(trial.most_fresh(), 4);
         assert_eq!(trial.step(0).unwrap().reads, 4.0, "the first finds none");
         let bytes = checkpoint.experts.layers[2].as_ref().unwrap()[0].bytes() as f64;
@@ -341,15 +351,22 @@ mod tests {
     fn the_whole_of_a_small_model_is_its_own_slice() {
         let checkpoint = bundled();
         let work = Work::of(&checkpoint, &EngineConfig::new(0).resident);
-        let slice = Slice::of(&work, 1 << 30);
-        assert_eq!(slice, Slice { layers: (0..6).collect(), vocab: checkpoint.arch.vocab });
-        let mut trial = Trial::open(&checkpoint, &EngineConfig::new(1 << 30), &slice, false).unwrap();
+        let (slice, files) = (Slice::of(&work, 1 << 30, false), files(&checkpoint));
+        let whole = Slice { layers: (0..6).collect(), vocab: checkpoint.arch.vocab, top_k: 4, least: 1 << 30 };
+        assert_eq!(slice, whole);
+        let mut trial = Trial::open(&checkpoint, &files, &EngineConfig::new(1 << 30), &slice, false).unwrap();
         assert_eq!([trial.step(0).unwrap().reads, trial.step(0).unwrap().reads], [4.0, 0.0]);
         let step = trial.step(0).unwrap();
         let Times { head, attention, dense, choice, shared, experts } = step.times;
         assert!([head, attention, dense, choice, shared, experts].into_iter().all(|time| time > 0.0), "{step:?}");
+        // Two experts of the four stand for them where no more are needed, and weights that come again for all.
+        let part = Slice { layers: vec![0, 2, 4], top_k: 2, least: 1 << 16, ..whole };
+        let mut trial = Trial::open(&checkpoint, &files, &EngineConfig::new(1 << 30), &part, false).unwrap();
+        assert_eq!([trial.step(0).unwrap().reads, trial.step(0).unwrap().reads], [2.0, 0.0]);
+        let step = trial.step(0).unwrap();
+        assert!(step.times.sum() > 0.0 && step.bytes == 0.0, "{step:?}");
         // Where memory is short nothing is tried.
-        let short = Trial::open(&checkpoint, &EngineConfig::new(1 << 20), &slice, false).err();
+        let short = Trial::open(&checkpoint, &files, &EngineConfig::new(1 << 20), &slice, false).err();
         assert!(matches!(short, Some(EngineError::NoRoomToTry { .. })), "{short:?}");
     }
 }

@@ -107,8 +107,8 @@ impl Lookahead {
             weight: room.floats(moe.experts),
             experts: room.empty(moe.experts),
             pending: std::array::from_fn(|_| Pending { layer: None, ids: room.empty(rows * moe.top_k) }),
-            previous: room.counted(vec![0; layers * moe.top_k]),
-            has_previous: room.counted(vec![false; layers]),
+            previous: room.filled(0, layers * moe.top_k),
+            has_previous: room.filled(false, layers),
             tally: Tally::default(),
         }
     }

@@ -47,8 +47,7 @@ impl MlpScratch {
 pub(super) fn quantized(rows: usize, width: usize, room: &mut Room) -> Quantized {
     const LAYOUTS: usize = 4;
     const VECTOR: usize = 128;
-    room.add(rows * LAYOUTS * width.next_multiple_of(VECTOR));
-    Quantized::with_capacity(rows, width)
+    room.made(rows * LAYOUTS * width.next_multiple_of(VECTOR), || Quantized::with_capacity(rows, width))
 }
 
 /// Scratch of a step.
@@ -94,7 +93,7 @@ impl State {
             attention: attention::Scratch::new(arch, rows, context, threads, explicit, room),
             scores: room.floats(rows * arch.moe.experts),
             biased: room.floats(arch.moe.experts),
-            ids: room.counted(vec![0; rows * arch.moe.top_k]),
+            ids: room.filled(0, rows * arch.moe.top_k),
             gates: room.floats(rows * arch.moe.top_k),
             mlp: MlpScratch::new(rows, width, room),
             quantized: quantized(rows, joined, room),

@@ -65,49 +65,14 @@ impl Plan {
         widths: &Widths,
     ) -> Result<Plan, LoadError> {
         let arch = &checkpoint.arch;
-        Plan::placed(checkpoint, files, 0..arch.layers.len(), arch.vocab, with_mtp, widths)
-    }
-
-    /// Places a slice of `checkpoint`: these layers only, numbered anew, the first `vocab` rows of the head, and of an
-    /// embedding that is not the head that of the first token.
-    pub fn slice(
-        checkpoint: &Checkpoint,
-        files: Arc<FileSet>,
-        layers: &[usize],
-        vocab: usize,
-        widths: &Widths,
-    ) -> Result<Plan, LoadError> {
-        Plan::placed(checkpoint, files, layers.iter().copied(), vocab, false, widths)
-    }
-
-    fn placed(
-        checkpoint: &Checkpoint,
-        files: Arc<FileSet>,
-        layers: impl Iterator<Item = usize>,
-        vocab: usize,
-        with_mtp: bool,
-        widths: &Widths,
-    ) -> Result<Plan, LoadError> {
-        let arch = &checkpoint.arch;
-        let required = Checkpoint::resident(arch).map(|tensor| (tensor.name.clone(), tensor)).collect();
-        let mut p =
-            Placer { checkpoint, required, files: &files, widths, pieces: vec![], bytes: 0, stored: vec![], narrow: 0 };
-        let embedded = if arch.tied_head || vocab == arch.vocab { vocab } else { 1 };
-        let embed = p.matrix_of("model.embed_tokens.weight", embedded)?;
-        let head = match arch.tied_head {
-            true => embed.clone(),
-            false => p.matrix_of("lm_head.weight", vocab)?,
-        };
-        let final_norm = p.vector("model.norm.weight")?;
-        let layer = |(index, named)| Ok(Layer { index, ..p.layer(arch, named, arch.layers[named])? });
-        let layers = layers.enumerate().map(layer).collect::<Result<_, LoadError>>()?;
+        let mut p = Placer::new(checkpoint, &files, widths);
+        let parts = p.parts(arch, 0..arch.layers.len(), arch.vocab)?;
         let mtp = match arch.mtp.filter(|_| with_mtp) {
             Some(kind) => Some(p.mtp(arch, kind)?),
             None => None,
         };
-        let model = Parts { embed, head, final_norm, layers, mtp };
         let Placer { pieces, bytes, stored, narrow, .. } = p;
-        Ok(Plan { files, pieces, bytes, stored, narrow, model })
+        Ok(Plan { files, pieces, bytes, stored, narrow, model: Parts { mtp, ..parts } })
     }
 
     /// Bytes of all matrices.
@@ -149,9 +114,39 @@ impl Plan {
         let Parts { embed, head, final_norm, layers, mtp } = self.model;
         Ok(Resident { arena, bytes: self.bytes, embed, head, final_norm, layers, mtp })
     }
+}
 
-    /// Zeros in the place of all matrices: what takes as long to compute with as weights do. Nothing is read.
-    pub fn blank(self) -> Result<Resident, LoadError> {
+/// A slice of a model with zeros for its matrices, which take as long to compute with as weights do. Nothing but vectors is
+/// read.
+pub struct Blank {
+    bytes: usize,
+    model: Parts,
+}
+
+impl Blank {
+    /// These layers of `checkpoint` only, numbered anew, the first `vocab` rows of the head, and of an embedding that is not
+    /// the head that of the first token. Once matrices take `least` bytes, the next ones lie where the first do: zeros are
+    /// zeros, and who computes with all of them in turn meets the same ones again after `least` bytes of others.
+    pub fn slice(
+        checkpoint: &Checkpoint,
+        files: &FileSet,
+        layers: &[usize],
+        vocab: usize,
+        widths: &Widths,
+        least: usize,
+    ) -> Result<Blank, LoadError> {
+        let mut placer = Placer { again_after: least, ..Placer::new(checkpoint, files, widths) };
+        let model = placer.parts(&checkpoint.arch, layers.iter().copied(), vocab)?;
+        Ok(Blank { bytes: placer.most.max(placer.bytes), model })
+    }
+
+    /// Bytes that the zeros take.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Makes them.
+    pub fn make(self) -> Result<Resident, LoadError> {
         let bytes = self.bytes;
         let arena = Arena::new(bytes.max(1)).map_err(|source| LoadError::Memory { bytes, source })?;
         let Parts { embed, head, final_norm, layers, mtp } = self.model;
@@ -181,17 +176,55 @@ struct Placer<'a> {
     widths: &'a Widths,
     pieces: Vec<Piece>,
     bytes: usize,
+    /// Once so many bytes are placed, the next matrix lies where the first does.
+    again_after: usize,
+    /// Bytes that there were when that happened, at most.
+    most: usize,
     stored: Vec<(Role, MatrixSpec)>,
     narrow: usize,
 }
 
-impl Placer<'_> {
+impl<'a> Placer<'a> {
+    /// A place for each matrix.
+    fn new(checkpoint: &'a Checkpoint, files: &'a FileSet, widths: &'a Widths) -> Placer<'a> {
+        let required = Checkpoint::resident(&checkpoint.arch).map(|tensor| (tensor.name.clone(), tensor)).collect();
+        Placer {
+            checkpoint,
+            required,
+            files,
+            widths,
+            pieces: vec![],
+            bytes: 0,
+            again_after: usize::MAX,
+            most: 0,
+            stored: vec![],
+            narrow: 0,
+        }
+    }
+
+    /// Layers of these numbers, and as many rows of embedding and head as the vocabulary has, or of the embedding one.
+    fn parts(&mut self, arch: &Arch, layers: impl Iterator<Item = usize>, vocab: usize) -> Result<Parts, LoadError> {
+        let embedded = if arch.tied_head || vocab == arch.vocab { vocab } else { 1 };
+        let embed = self.matrix_of("model.embed_tokens.weight", embedded)?;
+        let head = match arch.tied_head {
+            true => embed.clone(),
+            false => self.matrix_of("lm_head.weight", vocab)?,
+        };
+        let final_norm = self.vector("model.norm.weight")?;
+        let layer = |(index, named)| Ok(Layer { index, ..self.layer(arch, named, arch.layers[named])? });
+        let layers = layers.enumerate().map(layer).collect::<Result<_, LoadError>>()?;
+        Ok(Parts { embed, head, final_norm, layers, mtp: None })
+    }
+
     fn matrix(&mut self, name: &str) -> Result<Matrix, LoadError> {
         self.matrix_of(name, usize::MAX)
     }
 
     /// The first rows of a matrix, at most so many.
     fn matrix_of(&mut self, name: &str, rows: usize) -> Result<Matrix, LoadError> {
+        if self.bytes >= self.again_after {
+            (self.most, self.bytes) = (self.most.max(self.bytes), 0);
+        }
         let mut source = self.source(name)?;
         if rows < source.spec.rows {
             source.spec.rows = rows;

@@ -30,7 +30,7 @@ impl Selection {
         Selection {
             top_k,
             listed: (0..rows).map(|_| room.empty(if sparse { top_k } else { 0 })).collect(),
-            visible: room.counted(vec![0; rows]),
+            visible: room.filled(0, rows),
             scores: room.floats(if sparse { positions } else { 0 }),
             order: room.empty(if sparse { positions } else { 0 }),
         }

@@ -27,11 +27,10 @@ impl Rope {
     pub fn new(pairs: Pairs, theta: f64, dim: usize, positions: usize, room: &mut Room) -> Rope {
         let half = dim / 2;
         let inverse: Vec<f32> = (0..half).map(|j| theta.powf(-(2.0 * j as f64) / dim as f64) as f32).collect();
-        let table = (0..positions)
+        let turns = (0..positions)
             .flat_map(|p| inverse.iter().map(move |&f| p as f32 * f))
-            .map(|angle| (f64::from(angle).cos() as f32, f64::from(angle).sin() as f32))
-            .collect();
-        Rope { pairs, half, table: room.counted(table) }
+            .map(|angle| (f64::from(angle).cos() as f32, f64::from(angle).sin() as f32));
+        Rope { pairs, half, table: room.collected(positions * half, turns) }
     }
 
     /// Rotates the first `dim` values of `v` for `position`, in place.

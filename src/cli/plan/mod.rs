@@ -6,13 +6,14 @@ mod show;
 pub mod speed;
 mod timed;
 
+use std::mem::ManuallyDrop;
 use std::path::PathBuf;
 
 use crate::checkpoint::Checkpoint;
 use crate::engine::budget::{Budget, TooSmall};
 use crate::engine::config::DEFAULT_CONTEXT;
 use crate::engine::predict::{self, Costs, Line, Prediction, Speeds, Work};
-use crate::engine::{Engine, EngineConfig, EngineError, Memory, StageGraph, Switch};
+use crate::engine::{Engine, EngineConfig, EngineError, StageGraph, Switch};
 
 use super::args::{self, EngineArgs, Ram, RunArgs, WidthArgs};
 use super::config::{self, RunConfig};
@@ -32,9 +33,8 @@ Examples:
 
 Nothing is loaded. What the cache will find follows from the model's history of selections; without one it is what was \
 found for the model that comes with the program, and beside it stands what is sure: the speed that nothing in memory makes. \
-Steps of a few layers are timed for a second and a half, longer where the drive is slow, and for a third of a second where \
---disk or a tuning profile says what the drive reads; of a large model it takes a second more to make the memory for them \
-ready. With --untimed nothing is.
+Steps of a few layers are timed for half a second, longer where the drive is slow, and for a fifth of a second where --disk \
+or a tuning profile says what the drive reads. With --untimed nothing is.
 Exit codes: 0 done, 1 the work failed, 2 usage.")]
 pub struct PlanArgs {
     /// Model directory [default: the model that comes with the program]
@@ -99,6 +99,8 @@ pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
         config.prompt_has(tokens);
     }
     let Some(checkpoint) = job::open_checkpoint(&run, &mut config, machine)? else { return Ok(Done::Interrupted) };
+    // A hundred thousand tensors take a tenth of the time to take apart that they took to know, and the process ends.
+    let checkpoint = ManuallyDrop::new(checkpoint);
     let context = args.ctx_size.unwrap_or(checkpoint.arch.max_context.min(DEFAULT_CONTEXT));
     if let Some(tokens) = args.prompt_tokens.filter(|&tokens| tokens >= context) {
         let what = format!("--prompt-tokens {tokens} leaves no place for an answer in a context of {context}");
@@ -167,11 +169,10 @@ impl Plan {
         machine: &Machine,
     ) -> Result<Plan, Failure> {
         let engine = config.engine(context);
-        let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure)?;
+        let divided = Engine::divide(checkpoint, &engine).map_err(job::engine_failure)?;
         // Experts are timed as they will be read, in one piece or in two.
-        let keeps_scales = Engine::keeps_scales(checkpoint, &engine).map_err(job::engine_failure)?;
-        let timed_engine =
-            EngineConfig { keep_scales: if keeps_scales { Switch::On } else { Switch::Off }, ..engine.clone() };
+        let keep_scales = if divided.keeps_scales() { Switch::On } else { Switch::Off };
+        let timed_engine = EngineConfig { keep_scales, ..engine.clone() };
         let (usage, warning) = Usage::open(&config.usage, checkpoint, machine);
         warning.iter().for_each(|line| render::note(false, line));
         let work = Work::of(checkpoint, &engine.resident);
@@ -181,7 +182,8 @@ impl Plan {
         let reading = told.is_none() && holes.is_none();
         let timed = match args.untimed {
             true => Err("not asked for".to_owned()),
-            false => timed(checkpoint, &work, &timed_engine, reading, machine).map_err(|error| error.to_string()),
+            false => timed(checkpoint, divided.files(), &work, &timed_engine, reading, machine)
+                .map_err(|error| error.to_string()),
         };
         let (drive, disk) = drive(told, holes, &timed, expert_bytes);
         let (costs, doubled) = match timed {
@@ -206,18 +208,15 @@ impl Plan {
             what_if: vec![],
             asked: !args.what_if.is_empty(),
             work,
-            budget,
+            budget: divided.budget().clone(),
         };
         plan.here = plan.expected(&Change::default(), plan.budget.slots());
         for change in if plan.asked { args.what_if.clone() } else { plan.one_more() } {
-            let divided = match change.ram {
+            let slots = match change.ram {
                 None => Ok(plan.budget.slots()),
-                Some(ram) => {
-                    let engine = EngineConfig { memory: Memory::Total(Some(ram)), ..engine.clone() };
-                    Engine::plan(checkpoint, &engine).map(|budget| budget.slots())
-                }
+                Some(ram) => divided.of_ram(ram).map(|budget| budget.slots()),
             };
-            let expected = match divided {
+            let expected = match slots {
                 Ok(slots) => Ok(plan.expected(&change, slots)),
                 Err(EngineError::TooSmall(too_small)) => Err(too_small),
                 Err(other) => return Err(job::engine_failure(other)),

@@ -1,8 +1,10 @@
-//! How long a token's arithmetic and its reads take: a slice of the model is stepped through, for about a second and a half
-//! where the drive is timed too, longer where that is slow, and for about a third of a second where it is not.
+//! How long a token's arithmetic and its reads take: a slice of the model is stepped through, for about half a second where
+//! the drive is timed too, longer where that is slow, and for about a fifth of a second where it is not.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use millstream_io::FileSet;
 use millstream_io::measure::median;
 
 use super::speed;
@@ -15,9 +17,9 @@ use crate::engine::{EngineConfig, EngineError};
 /// Bytes of weights that a step passes at least, and at most where memory allows no more or caches are huge.
 const WALK_BYTES: [u64; 2] = [64 << 20, 1 << 30];
 /// Steps that read are timed for about so long.
-const READING_TIME: Duration = Duration::from_millis(1200);
+const READING_TIME: Duration = Duration::from_millis(500);
 /// Steps that only compute are timed for about so long.
-const ARITHMETIC_TIME: Duration = Duration::from_millis(200);
+const ARITHMETIC_TIME: Duration = Duration::from_millis(120);
 /// And so many are at least.
 const STEPS_LEAST: usize = 3;
 
@@ -38,13 +40,14 @@ pub struct Timed {
 /// to be read and with one, in turn, so that what changes meanwhile changes all.
 pub fn timed(
     checkpoint: &Checkpoint,
+    files: &Arc<FileSet>,
     work: &Work,
     engine: &EngineConfig,
     reading: bool,
     machine: &Machine,
 ) -> Result<Timed, EngineError> {
-    let slice = Slice::of(work, walk_bytes(machine));
-    let mut trial = Trial::open(checkpoint, engine, &slice, reading)?;
+    let slice = Slice::of(work, walk_bytes(machine), reading);
+    let mut trial = Trial::open(checkpoint, files, engine, &slice, reading)?;
     let timed = steps(&mut trial, &slice, work, engine.threads, reading);
     trial.leave();
     timed

@@ -192,14 +192,14 @@ fn prepare<'a>(
     let longest = checkpoint.arch.max_context;
     let tokens = TRIAL_TOKENS_MAX.min(longest.saturating_sub(prompt.len())).max(1);
     let mut engine = config.engine((prompt.len() + tokens).min(longest));
-    let budget = Engine::plan(checkpoint, &engine).map_err(job::engine_failure_as_stored)?;
+    let divided = Engine::divide(checkpoint, &engine).map_err(job::engine_failure_as_stored)?;
     let experts = checkpoint.routed().flatten().count();
     // So many of each size: what the scarcest has.
-    let fewest = budget.slabs.iter().map(|slabs| slabs.count).min().unwrap_or(0);
+    let fewest = divided.budget().slabs.iter().map(|slabs| slabs.count).min().unwrap_or(0);
     let slabs = choose::trial_slabs(fewest, experts as u64, checkpoint.arch.moe.top_k as u64);
     // Experts are read as they will be, in one piece or in two.
-    let keeps_scales = Engine::keeps_scales(checkpoint, &engine).map_err(job::engine_failure)?;
-    engine.keep_scales = if keeps_scales { Switch::On } else { Switch::Off };
+    let keep_scales = if divided.keeps_scales() { Switch::On } else { Switch::Off };
+    engine.keep_scales = keep_scales;
     engine.memory = Memory::Slabs(slabs);
     // What is measured is reading.
     engine.verify = Verify::Off;

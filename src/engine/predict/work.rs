@@ -105,12 +105,18 @@ pub struct Slice {
     pub layers: Vec<usize>,
     /// Rows of embedding and head.
     pub vocab: usize,
+    /// Experts that a step uses in each routed layer.
+    pub top_k: usize,
+    /// Bytes of weights after which a step may meet the same ones again.
+    pub least: u64,
 }
 
 impl Slice {
     /// The first layer without experts and as many with them as it takes to pass `least` bytes in a step, so that a step
     /// finds in the processor's caches as little as one of the whole model does: all of them where that is little itself.
-    pub fn of(work: &Work, least: u64) -> Slice {
+    ///
+    /// Where nothing is read, a few experts stand for those that a token uses in a layer: as many as are `least` bytes too.
+    pub fn of(work: &Work, least: u64, reading: bool) -> Slice {
         let is_routed = |&layer: &usize| work.layers[layer].expert.is_some();
         let (routed, dense): (Vec<usize>, Vec<usize>) = (0..work.layers.len()).partition(is_routed);
         let rows = (work.vocab * HEAD_BYTES / work.head.max(1)).next_multiple_of(HEAD_ROWS_STEP).min(work.vocab);
@@ -125,7 +131,9 @@ impl Slice {
             }
         }
         layers.sort_unstable();
-        Slice { layers, vocab: rows as usize }
+        let each: u64 = layers.iter().filter_map(|&layer| work.layers[layer].expert).sum();
+        let top_k = if reading { work.top_k } else { least.div_ceil(each.max(1)).clamp(1, work.top_k) };
+        Slice { layers, vocab: rows as usize, top_k: top_k as usize, least }
     }
 
     /// Its routed layers.
@@ -205,7 +213,7 @@ impl Costs {
         let before_s = of(times.attention, sum(&all, true, attention), attended) / routed + times.choice / sliced;
         let shared_s = of(times.shared, sum(&all, true, mlp), sum(&slice.layers, true, mlp)) / routed;
         let experts_s = of(times.experts, sum(&all, true, expert), sum(&slice.layers, true, expert));
-        let expert_s = experts_s / (routed * work.top_k as f64);
+        let expert_s = experts_s / (routed * slice.top_k as f64);
         Costs { once_s, before_s, shared_s, expert_s, reading: Line::default() }
     }
 
@@ -253,15 +261,23 @@ mod tests {
 
     #[test]
     fn a_slice_is_as_large_as_caches_are_or_all_that_there_is() {
-        let of = |least| Slice::of(&work(), least);
+        let of = |least| Slice::of(&work(), least, true);
+        let slice = |layers: &[usize], least| Slice { layers: layers.to_vec(), vocab: 1000, top_k: 2, least };
         // Head and first layer are 46 MB, each routed layer 25 more.
-        assert_eq!(of(64 * MB), Slice { layers: vec![0, 2], vocab: 1000 });
-        assert_eq!(of(71 * MB), Slice { layers: vec![0, 2], vocab: 1000 });
-        assert_eq!(of(72 * MB), Slice { layers: vec![0, 2, 3], vocab: 1000 });
-        assert_eq!(of(1 << 40), Slice { layers: vec![0, 2, 3, 4], vocab: 1000 });
+        assert_eq!(of(64 * MB), slice(&[0, 2], 64 * MB));
+        assert_eq!(of(71 * MB), slice(&[0, 2], 71 * MB));
+        assert_eq!(of(72 * MB), slice(&[0, 2, 3], 72 * MB));
+        assert_eq!(of(1 << 40), slice(&[0, 2, 3, 4], 1 << 40));
         // Of a head of 1 GB one part in 64 of the rows, in whole steps.
         let large = Work { head: 1024 * MB, vocab: 100_000, ..work() };
-        assert_eq!(Slice::of(&large, 64 * MB), Slice { layers: vec![0, 2], vocab: 1_664 });
+        assert_eq!(Slice::of(&large, 64 * MB, true), Slice { vocab: 1_664, ..slice(&[0, 2], 64 * MB) });
+        // Of eight experts of 5 MB in one layer, as many as are enough by themselves where nothing is read.
+        let many = Work { top_k: 8, ..work() };
+        let experts = [(4 * MB, 1), (6 * MB, 2), (31 * MB, 7), (80 * MB, 8)];
+        for (least, top_k) in experts {
+            assert_eq!(Slice::of(&many, least, false).top_k, top_k, "{least}");
+            assert_eq!(Slice::of(&many, least, true).top_k, 8);
+        }
     }
 
     #[test]
@@ -278,7 +294,7 @@ mod tests {
             routed(4, 4, 6),
         ];
         let work = Work { head: 40, vocab: 40, layers, top_k: 2, experts: 32 };
-        let slice = Slice { layers: vec![0, 3, 4], vocab: 10 };
+        let slice = Slice { layers: vec![0, 3, 4], vocab: 10, top_k: 2, least: 1 };
         let times = Times { head: 1.0, attention: 6.0, dense: 3.0, choice: 4.0, shared: 2.0, experts: 12.0 };
         let costs = Costs::of(&work, &slice, &times);
         // A second for each byte of attention: 6 in dense layers, 10 in four routed ones. Half a second for each byte of a
@@ -291,6 +307,9 @@ mod tests {
             reading: Line::default(),
         };
         assert_eq!(costs, expected);
+        // A layer's one expert of the two that a token uses, in half the time.
+        let half = Times { experts: 6.0, ..times };
+        assert_eq!(Costs::of(&work, &Slice { top_k: 1, ..slice }, &half), expected);
         assert_eq!(costs.token_s(&work), 17.5 + 4.0 * (4.5 + 1.0 + 2.0 * 3.75));
         assert_eq!(costs.faster(2.0).token_s(&work), costs.token_s(&work) / 2.0);
     }
