@@ -1,7 +1,7 @@
 //! How close each kernel comes to reading its weights at the speed of memory.
 //!
 //! The canonical run is `cargo bench --bench kernels`. Arguments keep the cases that have all of them among their words: the
-//! table, the format, the path, the shape, `b1`, `b8` or `b32` (the batch), `t1` or `t2` (the threads). Weights are larger
+//! table, the format, the path, the shape, `b1` to `b32` (the batch), `t1` or `t2` (the threads). Weights are larger
 //! than any cache; of a matrix larger than the stock as many rows are multiplied as it holds. Cases take turns with a plain
 //! loop that only reads, and with loops that only multiply in registers, round after round, and the medians are printed; GB/s
 //! count weights and scales, "of peak" is the fraction of the products that the registers alone make: of bytes on the integer
@@ -169,7 +169,7 @@ fn cases(teams: &[usize]) -> Vec<Case> {
     let lesser = Kernels::for_isa(Isa::Avx2).filter(|k| k.isa != best.isa);
     let mut cases = Vec::new();
     for &team in teams {
-        for batch in [1, 8, 32] {
+        for batch in [1, 4, 8, 16, 32] {
             // Tables that are compared take their turns one after the other.
             let mut add = |format, (rows, cols), integer| {
                 let compared = lesser.filter(|_| batch == 1 && rows * cols == 2048 * 6144);
@@ -179,7 +179,7 @@ fn cases(teams: &[usize]) -> Vec<Case> {
                 }
             };
             for format in [Format::Int4Row, group(64), Format::Int8Row, Format::Fp8Block, Format::Bf16] {
-                for shape in if batch == 1 { &SHAPES[..] } else { &SHAPES[..2] } {
+                for shape in if batch == 1 { &SHAPES[..] } else { &SHAPES[..4] } {
                     add(format, *shape, format.is_integer());
                 }
             }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::format::WeightRef;
 use super::quantized::Quantized;
 use super::team::Team;
-use super::{Kernels, MAX_BATCH};
+use super::{Kernels, MAX_BATCH, MAX_INTEGER_BATCH};
 
 /// Most weight rows of one task; also the height of the tile on its stack.
 const MAX_TASK_ROWS: usize = 64;
@@ -15,8 +15,11 @@ const MAX_TASK_ROWS: usize = 64;
 /// second-level cache while the rows of a batch pass over it.
 const TASK_BYTES: usize = 128 << 10;
 
-/// Tasks hold a multiple of this many rows, so that kernels that take several rows at once run full.
+/// Tasks hold a multiple of this many weight rows, so that kernels that take several at once run full.
 const ROW_STEP: usize = 4;
+
+/// The same where several activation rows meet integers.
+const PANEL_STEP: usize = 16;
 
 /// What a matrix is multiplied with.
 #[derive(Clone, Copy, Debug)]
@@ -47,41 +50,42 @@ pub fn matmul(k: &Kernels, team: &Team, w: &WeightRef, input: &Input, out: &mut 
     if out.is_empty() {
         return;
     }
-    let step = task_rows(w, team.threads());
+    let many = quantized.is_some() && input.rows > 1;
+    let step = task_rows(w, team.threads(), if many { PANEL_STEP } else { ROW_STEP });
     let target = Outputs { first: out.as_mut_ptr(), stride: w.rows(), len: out.len() };
     let tasks = w.rows().div_ceil(step);
     team.run(tasks, &|turn| {
         let task = striped(turn, tasks, team.threads());
         let rows = task * step..w.rows().min((task + 1) * step);
-        run_task(k, w, input, quantized, rows, &target);
+        match quantized {
+            // What a task keeps on its stack is cleared before each: little, for few rows.
+            Some(q) if input.rows <= MAX_BATCH => integer_task::<MAX_BATCH>(k, w, q, rows, &target),
+            Some(q) => integer_task::<MAX_INTEGER_BATCH>(k, w, q, rows, &target),
+            None => exact_task(k, w, input, rows, &target),
+        }
     });
 }
 
-fn run_task(
-    k: &Kernels,
-    w: &WeightRef,
-    input: &Input,
-    quantized: Option<&Quantized>,
-    rows: Range<usize>,
-    out: &Outputs,
-) {
-    let mut tile = [0.0f32; MAX_TASK_ROWS * MAX_BATCH];
+fn integer_task<const BATCH: usize>(k: &Kernels, w: &WeightRef, x: &Quantized, rows: Range<usize>, out: &Outputs) {
+    let mut tile = [[0.0f32; MAX_TASK_ROWS]; BATCH];
+    let step = BATCH.min(k.integer_batch);
+    for first in (0..x.rows()).step_by(step) {
+        let batch = step.min(x.rows() - first);
+        let tile = &mut tile.as_flattened_mut()[..batch * rows.len()];
+        let x: [_; BATCH] = std::array::from_fn(|i| x.row(first + i.min(batch - 1)));
+        k.integer_tile(w, rows.clone(), &x[..batch], tile);
+        out.write_tile(first, &rows, tile);
+    }
+}
+
+fn exact_task(k: &Kernels, w: &WeightRef, input: &Input, rows: Range<usize>, out: &Outputs) {
+    let mut tile = [[0.0f32; MAX_TASK_ROWS]; MAX_BATCH];
     for first in (0..input.rows).step_by(MAX_BATCH) {
         let batch = MAX_BATCH.min(input.rows - first);
-        let tile = &mut tile[..batch * rows.len()];
-        match quantized {
-            Some(q) => {
-                let x: [_; MAX_BATCH] = std::array::from_fn(|i| q.row(first + i.min(batch - 1)));
-                k.integer_tile(w, rows.clone(), &x[..batch], tile);
-            }
-            None => {
-                let x = &input.values[first * input.cols..][..batch * input.cols];
-                k.exact_tile(w, rows.clone(), x, batch, tile);
-            }
-        }
-        for (i, values) in tile.chunks(rows.len()).enumerate() {
-            out.write(first + i, rows.start, values);
-        }
+        let tile = &mut tile.as_flattened_mut()[..batch * rows.len()];
+        let x = &input.values[first * input.cols..][..batch * input.cols];
+        k.exact_tile(w, rows.clone(), x, batch, tile);
+        out.write_tile(first, &rows, tile);
     }
 }
 
@@ -93,10 +97,10 @@ fn striped(turn: usize, tasks: usize, stripes: usize) -> usize {
 }
 
 /// Rows of a task: by bytes, but no fewer tasks than would keep the team busy.
-fn task_rows(w: &WeightRef, threads: usize) -> usize {
+fn task_rows(w: &WeightRef, threads: usize, multiple: usize) -> usize {
     let by_bytes = TASK_BYTES / w.format().row_bytes(w.cols()).max(1);
     let by_threads = w.rows().div_ceil(4 * threads);
-    by_bytes.min(by_threads).next_multiple_of(ROW_STEP).clamp(ROW_STEP, MAX_TASK_ROWS)
+    by_bytes.min(by_threads).next_multiple_of(multiple).clamp(multiple, MAX_TASK_ROWS)
 }
 
 /// The output matrix as tasks see it: each writes columns no other task writes.
@@ -111,6 +115,12 @@ struct Outputs {
 unsafe impl Sync for Outputs {}
 
 impl Outputs {
+    fn write_tile(&self, first: usize, rows: &Range<usize>, tile: &[f32]) {
+        for (i, values) in tile.chunks(rows.len()).enumerate() {
+            self.write(first + i, rows.start, values);
+        }
+    }
+
     fn write(&self, row: usize, col: usize, values: &[f32]) {
         let at = row * self.stride + col;
         assert!(col + values.len() <= self.stride && at + values.len() <= self.len, "a tile outside the output");

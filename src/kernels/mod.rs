@@ -45,8 +45,11 @@ pub use team::Team;
 
 use quantized::{QuantRow, QuantRowMut};
 
-/// Rows of a batch that one kernel call takes at most.
+/// Rows of a batch that one kernel call takes at most, but for the integer path of some tables.
 pub(crate) const MAX_BATCH: usize = 8;
+
+/// Rows of a batch that one call of any table's integer path takes at most.
+const MAX_INTEGER_BATCH: usize = 64;
 
 /// An instruction set that has a table of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -111,6 +114,8 @@ pub struct Kernels {
     quantize_row: unsafe fn(&[f32], QuantRowMut),
     /// `tile[i * rows.len() + r]` for `batch` rows of `x` (each `w.cols()` long): the exact path.
     exact: unsafe fn(&WeightRef, Range<usize>, &[f32], &mut [f32]),
+    /// Rows of a batch that `integer` takes at most, up to [`MAX_INTEGER_BATCH`].
+    integer_batch: usize,
     /// As `exact`, from quantized rows: the integer path. The format is an integer one.
     integer: unsafe fn(&WeightRef, Range<usize>, &[QuantRow], &mut [f32]),
 }
@@ -215,14 +220,14 @@ impl Kernels {
 
     /// The exact path of rows `rows` for up to [`MAX_BATCH`] rows of `x`, on this thread: `tile[i * rows.len() + r]`.
     pub(crate) fn exact_tile(&self, w: &WeightRef, rows: Range<usize>, x: &[f32], batch: usize, tile: &mut [f32]) {
-        check_tile(w, &rows, batch, tile);
+        check_tile(w, &rows, batch, MAX_BATCH, tile);
         assert_eq!(x.len(), batch * w.cols(), "activations of a tile");
         // SAFETY: holding this table proves that the CPU has the instructions of its functions.
         unsafe { (self.exact)(w, rows, x, tile) }
     }
 
     fn integer_tile(&self, w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut [f32]) {
-        check_tile(w, &rows, x.len(), tile);
+        check_tile(w, &rows, x.len(), self.integer_batch, tile);
         assert!(w.format().is_integer(), "{} has no integer path", w.format());
         for row in x {
             row.check(w.cols());
@@ -232,9 +237,9 @@ impl Kernels {
     }
 }
 
-fn check_tile(w: &WeightRef, rows: &Range<usize>, batch: usize, tile: &[f32]) {
+fn check_tile(w: &WeightRef, rows: &Range<usize>, batch: usize, most: usize, tile: &[f32]) {
     assert!(rows.start <= rows.end && rows.end <= w.rows(), "rows {rows:?} of {}", w.rows());
-    assert!((1..=MAX_BATCH).contains(&batch), "a tile of {batch} activation rows");
+    assert!((1..=most).contains(&batch), "a tile of {batch} activation rows");
     assert_eq!(tile.len(), batch * rows.len(), "elements of a tile");
 }
 

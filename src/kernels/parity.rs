@@ -498,6 +498,22 @@ fn batch_and_team_do_not_change_bits(k: &Kernels) {
     }
 }
 
+/// More rows than any kernel takes at once, and a last part that is not full.
+fn rows_of_a_long_batch_equal_scalar(k: &Kernels) {
+    let team = Team::new(2);
+    let mut source = Source(10);
+    for format in formats() {
+        let (batch, cols) = (2 * MAX_INTEGER_BATCH + 11, 1100);
+        let matrix = Matrix::new(format, 37, cols, Kind::Ordinary, &mut source);
+        let x = source.floats(batch * cols);
+        for integer in [false, true] {
+            let got = multiply(k, &team, &matrix.weights(), &x, batch, integer);
+            let want = multiply(&scalar::TABLE, &team, &matrix.weights(), &x, batch, integer);
+            assert_same(&got, &want, || format!("{k:?} {format} {integer}"));
+        }
+    }
+}
+
 /// The AVX-512 table of CPUs that have no more than it asks for.
 fn without_vbmi() -> Option<&'static Kernels> {
     #[cfg(target_arch = "x86_64")]
@@ -541,6 +557,7 @@ macro_rules! stamp_all {
                 no_integer_sum_overflows,
                 weights_may_lie_at_any_address,
                 batch_and_team_do_not_change_bits,
+                rows_of_a_long_batch_equal_scalar,
             ];
         )*}
     };

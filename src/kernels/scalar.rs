@@ -19,6 +19,7 @@ pub(super) static TABLE: Kernels = Kernels {
     exp_shifted,
     quantize_row,
     exact,
+    integer_batch: MAX_BATCH,
     integer,
 };
 

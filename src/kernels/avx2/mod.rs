@@ -8,7 +8,7 @@ mod integer;
 use std::arch::x86_64::*;
 
 use super::quantized::QuantRowMut;
-use super::{Isa, Kernels, RowsAt, lanes};
+use super::{Isa, Kernels, MAX_BATCH, RowsAt, lanes};
 
 pub(super) fn table() -> Option<&'static Kernels> {
     let available =
@@ -28,6 +28,7 @@ static TABLE: Kernels = Kernels {
     exp_shifted,
     quantize_row,
     exact: exact::tile,
+    integer_batch: MAX_BATCH,
     integer: integer::tile,
 };
 

@@ -67,7 +67,7 @@ fn dot(weights: &[u8; INT3_GROUP_BYTES], x: &[i8; INT3_GROUP]) -> __m512i {
 /// The 64 columns of a group as 0..7.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn fields(weights: &[u8; INT3_GROUP_BYTES]) -> __m512i {
+pub(super) fn fields(weights: &[u8; INT3_GROUP_BYTES]) -> __m512i {
     let (low, high) = weights.as_chunks::<{ INT3_GROUP / 4 }>();
     // Copies of a byte 6 bits apart, so that its four columns stand at the bottom of the four bytes of a word.
     let bytes = _mm512_cvtepu8_epi32(load_quarter(&low[0]));

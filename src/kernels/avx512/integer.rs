@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{int3, single};
+use super::{int3, panels, single};
 use super::{load_bytes, load_half_ints, load_ints, load_signed, store_half_ints, store_ints};
 use crate::kernels::format::{Format, WeightRef};
 use crate::kernels::groups::{
@@ -17,6 +17,7 @@ use crate::kernels::scalar;
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut [f32]) {
     match (w.format(), x) {
+        (format, _) if x.len() >= panels_from(format) => panels::tile(w, rows, x, tile),
         (Format::Int8Row, [x]) => single::int8(w, rows, x, tile),
         (Format::Int4Row, [x]) => single::int4(w, rows, x, tile),
         (Format::Int8Row, _) => {
@@ -34,10 +35,21 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
     }
 }
 
+/// Activation rows from which on panels are faster than sums across lanes at the end of each row, or of each group.
+#[inline]
+fn panels_from(format: Format) -> usize {
+    match format {
+        _ if !panels::takes(format) => usize::MAX,
+        Format::Int3Group => 2,
+        Format::Int4Group { .. } => 3,
+        _ => 5,
+    }
+}
+
 /// The even columns and the odd columns of 64 bytes, as 0..15.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn nibbles(bytes: __m512i) -> [__m512i; 2] {
+pub(super) fn nibbles(bytes: __m512i) -> [__m512i; 2] {
     let mask = _mm512_set1_epi8(15);
     [_mm512_and_si512(bytes, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), mask)]
 }
@@ -45,7 +57,7 @@ fn nibbles(bytes: __m512i) -> [__m512i; 2] {
 /// The columns that are 0, 1, 2 and 3 modulo 4 of 64 bytes, as 0..3.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn pairs_of_bits(bytes: __m512i) -> [__m512i; 4] {
+pub(super) fn pairs_of_bits(bytes: __m512i) -> [__m512i; 4] {
     let mask = _mm512_set1_epi8(3);
     [
         _mm512_and_si512(bytes, mask),
@@ -56,9 +68,9 @@ fn pairs_of_bits(bytes: __m512i) -> [__m512i; 4] {
 }
 
 /// The order of activations that a format's kernel reads.
-type Order = for<'a> fn(&QuantRow<'a>) -> &'a [i8];
+pub(super) type Order = for<'a> fn(&QuantRow<'a>) -> &'a [i8];
 
-/// Formats with one scale per row. 64 bytes of weights `unpack` into `P` vectors of fields, which meet `P` consecutive
+/// Formats with one scale per row and up to four activation rows. 64 bytes of weights `unpack` into `P` vectors of fields, which meet `P` consecutive
 /// blocks of the activations in `order`; fields are stored with `offset` added.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
@@ -82,13 +94,7 @@ fn row_scaled<const P: usize, U>(
     };
     match x.len() {
         2 => row_blocks::<P, 4, 2, _>(w, rows.clone(), x, order, &unpack, &mut put),
-        3 | 4 => row_blocks::<P, 4, 4, _>(w, rows.clone(), x, order, &unpack, &mut put),
-        _ => {
-            // Four at a time: the activations of eight rows do not fit the first-level cache.
-            let (first, second) = x.split_at(4);
-            row_blocks::<P, 4, 4, _>(w, rows.clone(), first, order, &unpack, &mut put);
-            row_blocks::<P, 4, 4, _>(w, rows.clone(), second, order, &unpack, &mut |row, i, sum| put(row, 4 + i, sum));
-        }
+        _ => row_blocks::<P, 4, 4, _>(w, rows.clone(), x, order, &unpack, &mut put),
     }
 }
 

@@ -10,6 +10,7 @@ mod exact;
 mod fp8;
 mod int3;
 mod integer;
+mod panels;
 mod rows;
 mod single;
 
@@ -44,6 +45,7 @@ const BASE: Kernels = Kernels {
     exp_shifted,
     quantize_row,
     exact: exact::tile,
+    integer_batch: panels::BATCH,
     integer: integer::tile,
 };
 
@@ -77,6 +79,13 @@ fn quantize_row(x: &[f32], row: QuantRowMut) {
 fn load_bytes(from: &[u8; 64]) -> __m512i {
     // SAFETY: the reference covers the 64 bytes of this unaligned load.
     unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn store_bytes(to: &mut [u8; 64], v: __m512i) {
+    // SAFETY: the reference covers the 64 bytes of this unaligned store.
+    unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), v) }
 }
 
 #[inline]
