@@ -69,6 +69,7 @@ const UNSAFE: &[&str] = &[
     "io/src/measure/host.rs",
     "io/src/pool.rs",
     "io/src/space.rs",
+    "src/kernels/amx/mod.rs",
     "src/kernels/avx2/mod.rs",
     "src/kernels/avx512/mod.rs",
     "src/kernels/chunks.rs",

@@ -3,7 +3,7 @@
 use super::attention;
 use super::lookahead::Lookahead;
 use crate::checkpoint::arch::{Arch, IndexerKind, MlpKind};
-use crate::kernels::{Input, Quantized, WeightRef};
+use crate::kernels::{Input, Isa, Kernels, Quantized, WeightRef};
 use crate::ops::Compute;
 use crate::ops::room::Room;
 
@@ -43,11 +43,13 @@ impl MlpScratch {
     }
 }
 
-/// Room for quantized rows: a byte a value in each of the layouts that some format reads, rounded up to whole vectors.
+/// Room for quantized rows: a byte a value in each of the layouts that some format reads, rounded up to whole vectors; and
+/// in that of tile registers on a machine that has them.
 pub(super) fn quantized(rows: usize, width: usize, room: &mut Room) -> Quantized {
     const LAYOUTS: usize = 4;
     const VECTOR: usize = 128;
-    room.made(rows * LAYOUTS * width.next_multiple_of(VECTOR), || Quantized::with_capacity(rows, width))
+    let layouts = LAYOUTS + usize::from(Kernels::for_isa(Isa::Amx).is_some());
+    room.made(rows * layouts * width.next_multiple_of(VECTOR), || Quantized::with_capacity(rows, width))
 }
 
 /// Scratch of a step.

@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use super::format::WeightRef;
+use super::panel::Panel;
 use super::quantized::Quantized;
 use super::team::Team;
 use super::{Kernels, MAX_BATCH, MAX_INTEGER_BATCH};
@@ -20,6 +21,10 @@ const ROW_STEP: usize = 4;
 
 /// The same where several activation rows meet integers.
 const PANEL_STEP: usize = 16;
+
+/// The same on tile registers, and most rows of a task there: no output waits on its stack.
+const TILE_ROW_STEP: usize = 32;
+const MAX_TILE_TASK_ROWS: usize = 256;
 
 /// What a matrix is multiplied with.
 #[derive(Clone, Copy, Debug)]
@@ -50,9 +55,12 @@ pub fn matmul(k: &Kernels, team: &Team, w: &WeightRef, input: &Input, out: &mut 
     if out.is_empty() {
         return;
     }
+    let target = Outputs { first: out.as_mut_ptr(), stride: w.rows(), len: out.len() };
+    if let Some(panel) = quantized.filter(|_| k.takes_tiles(w.format())).and_then(Quantized::panel) {
+        return by_tiles(k, team, w, &panel, &target);
+    }
     let many = quantized.is_some() && input.rows > 1;
     let step = task_rows(w, team.threads(), if many { PANEL_STEP } else { ROW_STEP });
-    let target = Outputs { first: out.as_mut_ptr(), stride: w.rows(), len: out.len() };
     let tasks = w.rows().div_ceil(step);
     team.run(tasks, &|turn| {
         let task = striped(turn, tasks, team.threads());
@@ -63,6 +71,17 @@ pub fn matmul(k: &Kernels, team: &Team, w: &WeightRef, input: &Input, out: &mut 
             Some(q) => integer_task::<MAX_INTEGER_BATCH>(k, w, q, rows, &target),
             None => exact_task(k, w, input, rows, &target),
         }
+    });
+}
+
+fn by_tiles(k: &Kernels, team: &Team, w: &WeightRef, x: &Panel, out: &Outputs) {
+    let by_threads = w.rows().div_ceil(4 * team.threads());
+    let step = by_threads.next_multiple_of(TILE_ROW_STEP).min(MAX_TILE_TASK_ROWS);
+    let tasks = w.rows().div_ceil(step);
+    team.run(tasks, &|turn| {
+        let task = striped(turn, tasks, team.threads());
+        let rows = task * step..w.rows().min((task + 1) * step);
+        k.tile_product(w, rows, x, &mut |i, first, values| out.write(i, first, values));
     });
 }
 

@@ -14,6 +14,8 @@
 //!
 //! Not-a-number results are NaN on every table, but their sign and payload are unspecified.
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -25,6 +27,7 @@ mod format;
 mod groups;
 mod lanes;
 mod matmul;
+mod panel;
 #[cfg(test)]
 mod parity;
 mod quantized;
@@ -43,6 +46,7 @@ pub use quantized::Quantized;
 pub use rows::RowsAt;
 pub use team::Team;
 
+use panel::{Panel, Put};
 use quantized::{QuantRow, QuantRowMut};
 
 /// Rows of a batch that one kernel call takes at most, but for the integer path of some tables.
@@ -60,11 +64,13 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, VL and VNNI.
     Avx512,
+    /// That with VBMI, and AMX with products of bytes.
+    Amx,
 }
 
 impl Isa {
     /// Every instruction set, slowest first, whether or not this CPU has it.
-    pub const ALL: [Isa; 3] = [Isa::Scalar, Isa::Avx2, Isa::Avx512];
+    pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Amx];
 
     /// The name `FromStr` accepts.
     pub fn name(self) -> &'static str {
@@ -72,6 +78,7 @@ impl Isa {
             Isa::Scalar => "scalar",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Amx => "amx",
         }
     }
 }
@@ -92,7 +99,7 @@ impl FromStr for Isa {
 
 /// A name that is no instruction set.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown instruction set `{given}`; known are scalar, avx2, avx512")]
+#[error("unknown instruction set `{given}`; known are scalar, avx2, avx512, amx")]
 pub struct UnknownIsa {
     /// What was given.
     pub given: String,
@@ -118,6 +125,17 @@ pub struct Kernels {
     integer_batch: usize,
     /// As `exact`, from quantized rows: the integer path. The format is an integer one.
     integer: unsafe fn(&WeightRef, Range<usize>, &[QuantRow], &mut [f32]),
+    /// As `integer` for whole batches of 16 rows and more.
+    tiles: Option<TileKernel>,
+}
+
+/// The integer path on tile registers.
+#[derive(Clone, Copy)]
+struct TileKernel {
+    /// Whether there is one for a format.
+    takes: fn(Format) -> bool,
+    /// Weight rows times all rows of a panel.
+    product: unsafe fn(&WeightRef, Range<usize>, &Panel, Put),
 }
 
 impl fmt::Debug for Kernels {
@@ -141,9 +159,23 @@ impl Kernels {
             Isa::Avx2 => avx2::table(),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => avx512::table(),
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Isa::Amx => amx::table(),
+            #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+            Isa::Amx => None,
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx2 | Isa::Avx512 => None,
         }
+    }
+
+    /// Why there is no table of `isa`, where it takes more than the instructions and more is known.
+    pub fn why_missing(isa: Isa) -> Option<String> {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if isa == Isa::Amx {
+            return amx::missing().map(|missing| missing.to_string());
+        }
+        let _ = isa;
+        None
     }
 
     /// Every table this CPU can run, slowest first.
@@ -234,6 +266,21 @@ impl Kernels {
         }
         // SAFETY: holding this table proves that the CPU has the instructions of its functions.
         unsafe { (self.integer)(w, rows, x, tile) }
+    }
+
+    /// Whether whole batches of such a matrix go over tile registers.
+    fn takes_tiles(&self, format: Format) -> bool {
+        self.tiles.is_some_and(|kernel| (kernel.takes)(format))
+    }
+
+    /// The integer path of rows `rows` for all rows of `x`, on this thread, where [`Kernels::takes_tiles`].
+    fn tile_product(&self, w: &WeightRef, rows: Range<usize>, x: &Panel, put: Put) {
+        assert!(rows.start <= rows.end && rows.end <= w.rows(), "rows {rows:?} of {}", w.rows());
+        assert_eq!(x.cols, w.cols(), "columns of a panel");
+        let kernel = self.tiles.filter(|kernel| (kernel.takes)(w.format()));
+        let Some(kernel) = kernel else { unreachable!("{} on tiles", w.format()) };
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (kernel.product)(w, rows, x, put) }
     }
 }
 

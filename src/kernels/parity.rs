@@ -568,4 +568,5 @@ stamp_all! {
     on_avx2: Kernels::for_isa(Isa::Avx2);
     on_avx512: Kernels::for_isa(Isa::Avx512);
     on_avx512_without_vbmi: without_vbmi();
+    on_amx: Kernels::for_isa(Isa::Amx);
 }

@@ -1,6 +1,7 @@
 //! Activations as int8, in the orders the integer kernels read them.
 
-use super::Kernels;
+use super::panel::{self, Bytes, Panel, TILE_ROWS};
+use super::{Isa, Kernels};
 use crate::limits::MAX_COLUMNS;
 
 /// Columns are padded with zeros to a multiple of this, the columns of a 64-byte load of int2 weights.
@@ -29,6 +30,10 @@ pub struct Quantized {
     quarters: Aligned<i8>,
     sums8: Aligned<i32>,
     sums64: Aligned<i32>,
+    /// The kernels that quantized the rows have a use for tiles.
+    for_tiles: bool,
+    /// Filled where they have, and there are rows for a whole tile.
+    tiles: Vec<Bytes>,
 }
 
 /// One row, borrowed by kernels.
@@ -74,6 +79,9 @@ impl Quantized {
     pub fn with_capacity(rows: usize, cols: usize) -> Quantized {
         let mut quantized = Quantized::default();
         quantized.reserve(rows, cols);
+        if rows >= TILE_ROWS && Kernels::for_isa(Isa::Amx).is_some() {
+            quantized.tiles.resize(panel::tiles_of(rows, cols), Bytes::ZERO);
+        }
         quantized
     }
 
@@ -97,6 +105,8 @@ impl Quantized {
         for i in 0..rows {
             k.quantize_row(&x[i * cols..][..cols], self.row_mut(i));
         }
+        self.for_tiles = k.tiles.is_some();
+        self.pack();
     }
 
     /// Replaces the contents by copies of `rows` of `from`, in their order. Allocates only when the shape exceeds every
@@ -115,6 +125,30 @@ impl Quantized {
             to.sums8.copy_from_slice(from.sums8);
             to.sums64.copy_from_slice(from.sums64);
         }
+        self.for_tiles = from.for_tiles;
+        self.pack();
+    }
+
+    /// The rows in the order of tile registers, where they were quantized by kernels that have them and are enough.
+    pub(super) fn panel(&self) -> Option<Panel<'_>> {
+        let tiles = self.tiles.get(..panel::tiles_of(self.rows, self.cols))?;
+        self.is_packed().then(|| Panel::new(&self.scales[..self.rows], self.cols, tiles))
+    }
+
+    fn is_packed(&self) -> bool {
+        self.for_tiles && self.rows >= TILE_ROWS && self.cols > 0
+    }
+
+    fn pack(&mut self) {
+        if !self.is_packed() {
+            return;
+        }
+        let needed = panel::tiles_of(self.rows, self.cols);
+        if self.tiles.len() < needed {
+            self.tiles.resize(needed, Bytes::ZERO);
+        }
+        let natural = &self.natural.get()[..self.rows * padded(self.cols)];
+        panel::pack(natural, self.cols, &mut self.tiles[..needed]);
     }
 
     pub(super) fn row(&self, row: usize) -> QuantRow<'_> {

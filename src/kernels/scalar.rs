@@ -7,7 +7,9 @@ use super::lanes::{self, LANES};
 use super::quantized::{QuantRow, QuantRowMut};
 use super::{Isa, Kernels, MAX_BATCH, RowsAt};
 
-pub(super) static TABLE: Kernels = Kernels {
+pub(super) static TABLE: Kernels = DEFINITION;
+
+pub(super) const DEFINITION: Kernels = Kernels {
     isa: Isa::Scalar,
     dot,
     axpy,
@@ -21,6 +23,7 @@ pub(super) static TABLE: Kernels = Kernels {
     exact,
     integer_batch: MAX_BATCH,
     integer,
+    tiles: None,
 };
 
 fn dot(a: &[f32], b: &[f32]) -> f32 {

@@ -30,6 +30,7 @@ static TABLE: Kernels = Kernels {
     exact: exact::tile,
     integer_batch: MAX_BATCH,
     integer: integer::tile,
+    tiles: None,
 };
 
 #[target_feature(enable = "avx2,fma,f16c")]

@@ -24,14 +24,22 @@ pub(super) fn table() -> Option<&'static Kernels> {
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512vl")
         && is_x86_feature_detected!("avx512vnni");
-    let table = if is_x86_feature_detected!("avx512vbmi") { &WITH_VBMI } else { &TABLE };
+    let table = if is_x86_feature_detected!("avx512vbmi") { &TABLE_WITH_VBMI } else { &TABLE };
     available.then_some(table)
+}
+
+/// Whether this CPU can run [`WITH_VBMI`].
+pub(super) fn has_vbmi() -> bool {
+    table().is_some() && is_x86_feature_detected!("avx512vbmi")
 }
 
 /// What every CPU with VNNI has.
 pub(super) static TABLE: Kernels = BASE;
 
-static WITH_VBMI: Kernels = Kernels { exact: fp8::tile, ..BASE };
+static TABLE_WITH_VBMI: Kernels = WITH_VBMI;
+
+/// What the AMX table is made of, too.
+pub(super) const WITH_VBMI: Kernels = Kernels { exact: fp8::tile, ..BASE };
 
 const BASE: Kernels = Kernels {
     isa: Isa::Avx512,
@@ -47,6 +55,7 @@ const BASE: Kernels = Kernels {
     exact: exact::tile,
     integer_batch: panels::BATCH,
     integer: integer::tile,
+    tiles: None,
 };
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
