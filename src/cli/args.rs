@@ -226,7 +226,7 @@ pub struct EngineArgs {
     /// the policy itself does not count) [default: auto]
     #[arg(long, value_name = "WHEN", value_parser = |text: &str| SWITCH.parse(text))]
     pub pins: Option<Switch>,
-    /// Instruction set: auto, scalar, avx2 or avx512 [default: auto]
+    /// Instruction set: auto, scalar, avx2, avx512 or amx [default: auto]
     #[arg(long, value_name = "SET", value_parser = parse_kernels)]
     pub kernels: Option<KernelChoice>,
     /// Arithmetic of quantized layers: int8 (fast) or f32 (exact) [default: int8]

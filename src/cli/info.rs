@@ -12,7 +12,7 @@ use crate::checkpoint::{Checkpoint, CheckpointError, ExpertSource, vendor_name};
 use crate::engine::budget::Budget;
 use crate::engine::config::DEFAULT_CONTEXT;
 use crate::engine::{Engine, EngineError};
-use crate::kernels::{Format, Kernels};
+use crate::kernels::{Format, Isa, Kernels};
 
 use super::args::{ModelArgs, WidthArgs};
 use super::config::RunConfig;
@@ -188,7 +188,8 @@ impl<'a> Info<'a> {
 
     fn kernels_text(&self) -> String {
         let here: Vec<String> = Kernels::all_available().iter().map(|kernels| kernels.isa.to_string()).collect();
-        format!("{} (this processor has {})", Kernels::best().isa, here.join(", "))
+        let amx = Kernels::why_missing(Isa::Amx).map_or_else(String::new, |why| format!("; no amx: {why}"));
+        format!("{} (this processor has {}{amx})", Kernels::best().isa, here.join(", "))
     }
 
     fn json(&self) -> Json {
@@ -230,6 +231,7 @@ impl<'a> Info<'a> {
                 "kernel": machine.kernel,
                 "kernels": Kernels::best().isa.name(),
                 "instruction_sets": Kernels::all_available().iter().map(|k| k.isa.name()).collect::<Vec<_>>(),
+                "no_amx": Kernels::why_missing(Isa::Amx),
                 "ram": machine.memory.total,
                 "available": machine.memory.available,
                 "available_source": machine.memory.source,

@@ -9,7 +9,7 @@ use crate::checkpoint::CheckpointError;
 use crate::checkpoint::mirror::MirrorError;
 use crate::checkpoint::verify::Damage;
 use crate::forward::ForwardError;
-use crate::kernels::Isa;
+use crate::kernels::{Isa, Kernels};
 use crate::model::load::LoadError;
 use crate::store::{StoreError, TableError};
 
@@ -183,7 +183,10 @@ impl EngineError {
                     ),
                 })
             }
-            EngineError::NoIsa(_) => Some("leave --kernels out: the best one is found by itself".into()),
+            EngineError::NoIsa(isa) => {
+                let why = Kernels::why_missing(*isa).map_or_else(String::new, |why| format!("{why}; "));
+                Some(format!("{why}leave --kernels out: the best one is found by itself"))
+            }
             EngineError::PromptTooLong { .. } => Some("raise -c, or shorten the prompt".into()),
             EngineError::OneForm => Some("leave --attention out".into()),
             EngineError::NoIndexer => Some("leave --dsa out, or use a checkpoint that has `indexer` tensors".into()),

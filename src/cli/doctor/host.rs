@@ -15,7 +15,7 @@ use serde_json::json;
 use crate::checkpoint::{Checkpoint, ExpertSource};
 use crate::engine::budget::{Budget, TooSmall};
 use crate::engine::{Engine, EngineConfig, EngineError};
-use crate::kernels::{Format, Kernels};
+use crate::kernels::{Format, Isa, Kernels};
 
 use super::{Check, Report, Status};
 use crate::cli::config::RunConfig;
@@ -37,7 +37,8 @@ const SLOW_TOKEN_S: f64 = 30.0;
 
 /// Processor, and the pages that buffers get.
 pub fn pages(machine: &Machine, report: &mut Report) {
-    report.ok("cpu", format!("{}, {} cores, {} kernels", machine.cpu, machine.cores, Kernels::best().isa));
+    let amx = Kernels::why_missing(Isa::Amx).map_or_else(String::new, |why| format!(" (no amx: {why})"));
+    report.ok("cpu", format!("{}, {} cores, {} kernels{amx}", machine.cpu, machine.cores, Kernels::best().isa));
     let mode = machine.transparent_huge_pages();
     let pages = match SlabPool::new(TRIAL_BYTES, 1) {
         Ok(pool) => pool.report(),
