@@ -167,13 +167,16 @@ fn cases(teams: &[usize]) -> Vec<Case> {
     let best = Kernels::best();
     let group = |group| Format::Int4Group { group };
     let lesser = Kernels::for_isa(Isa::Avx2).filter(|k| k.isa != best.isa);
+    // Tiles are compared with what stands in for them, where they have their turn.
+    let vectors = Kernels::for_isa(Isa::Avx512).filter(|k| k.isa != best.isa);
     let mut cases = Vec::new();
     for &team in teams {
         for batch in [1, 4, 8, 16, 32] {
             // Tables that are compared take their turns one after the other.
             let mut add = |format, (rows, cols), integer| {
                 let compared = lesser.filter(|_| batch == 1 && rows * cols == 2048 * 6144);
-                for kernels in [Some(best), compared].into_iter().flatten() {
+                let replaced = vectors.filter(|_| batch >= 16 && integer);
+                for kernels in [Some(best), compared, replaced].into_iter().flatten() {
                     let spec = MatrixSpec { format, rows, cols };
                     cases.push(Case { kernels, spec, batch, integer, team });
                 }
@@ -246,9 +249,41 @@ fn peaks(isa: Isa) -> [f64; 2] {
             black_box(sums);
         }
 
+        /// Four sums of 16 x 16, each of as many products of 64 bytes; all tile registers are of full size and used.
+        fn tiles() {
+            #[repr(C, align(64))]
+            struct Config([u8; 64]);
+            let mut config = Config([0; 64]);
+            config.0[0] = 1;
+            for tile in 0..8 {
+                (config.0[16 + 2 * tile], config.0[48 + tile]) = (64, 16);
+            }
+            // SAFETY: that there are AMX kernels means that this CPU has the instructions and the process permission for
+            // the registers; the block reads the configuration, and leaves the registers as it found them, without any.
+            unsafe {
+                std::arch::asm!(
+                    "ldtilecfg [{config}]",
+                    "2:",
+                    "tdpbssd tmm0, tmm4, tmm6",
+                    "tdpbssd tmm1, tmm4, tmm7",
+                    "tdpbssd tmm2, tmm5, tmm6",
+                    "tdpbssd tmm3, tmm5, tmm7",
+                    "dec {turns}",
+                    "jnz 2b",
+                    "tilerelease",
+                    config = in(reg) &config,
+                    turns = inout(reg) TURNS * CHAINS / 4 => _,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack, readonly),
+                );
+            }
+        }
+
         // SAFETY: that there are kernels for an instruction set means that this CPU has it.
         let run = |function: unsafe fn()| unsafe { function() };
         match isa {
+            Isa::Amx => [rate(16 * 16 * 64, &tiles), rate(16, &|| run(floats_512))],
             Isa::Avx512 => [rate(64, &|| run(bytes_512)), rate(16, &|| run(floats_512))],
             Isa::Avx2 => [f64::NAN, rate(8, &|| run(floats_256))],
             Isa::Scalar => [f64::NAN; 2],
