@@ -26,7 +26,7 @@ pub enum EncodeError {
 /// Per scale, `scale = max(max|w| / qmax, 1e-8)` with qmax 127, 7 or 1 for 8, 4 or 2 bits, and
 /// `q = clamp(round_half_even(w / scale), -qmax - 1, qmax)`. Of 3 bits the largest weight is level -4, so that
 /// `scale = -w / 4` has the other sign: with 8 levels in use and not 7 the error is a quarter smaller. Fields past the
-/// row hold 0. Nothing is written when the row is refused. Panics when the lengths disagree.
+/// row hold 0. Nothing is written when the row is refused. Allocates nothing. Panics when the lengths disagree.
 pub fn encode(
     format: Format,
     cols: usize,
@@ -34,75 +34,108 @@ pub fn encode(
     data: &mut [u8],
     scales: &mut [f32],
 ) -> Result<(), EncodeError> {
-    let (bits, group) = match format {
-        Format::Int8Row => (8, cols),
-        Format::Int4Row => (4, cols),
-        Format::Int4Group { group } => (4, usize::from(group)),
-        Format::Int3Group => (3, INT3_GROUP),
-        Format::Int2Row => (2, cols),
+    assert_eq!(row.len(), cols, "weights of a row");
+    quantized(format, row, data, scales)
+}
+
+/// As [`encode`]: what every table of kernels compiles for its instruction set.
+#[inline(always)]
+pub(super) fn quantized(format: Format, row: &[f32], data: &mut [u8], scales: &mut [f32]) -> Result<(), EncodeError> {
+    let cols = row.len();
+    let group = match format {
+        Format::Int8Row | Format::Int4Row | Format::Int2Row => cols,
+        Format::Int4Group { group } => usize::from(group),
+        Format::Int3Group => INT3_GROUP,
         Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block | Format::Nvfp4 => {
             return Err(EncodeError::NoEncoder { format });
         }
     };
-    assert_eq!(row.len(), cols, "weights of a row");
     assert_eq!(data.len(), format.row_bytes(cols), "bytes of an encoded row");
     assert_eq!(scales.len(), format.scale_count(1, cols), "scales of an encoded row");
-    if let Some(index) = row.iter().position(|w| !w.is_finite()) {
+    if largest(row) >= f32::INFINITY.to_bits() {
+        let index = row.iter().position(|w| !w.is_finite()).unwrap_or(0);
         return Err(EncodeError::NotFinite { index, value: row[index] });
     }
-    let limit = ((1 << (bits - 1)) - 1) as f32;
     if cols == 0 {
         scales.fill(1e-8);
         return Ok(());
     }
-    for (scale, row) in scales.iter_mut().zip(row.chunks(group)) {
-        *scale = if bits == 3 {
-            let largest = row.iter().fold(0.0f32, |largest, &w| if w.abs() > largest.abs() { w } else { largest });
-            if largest.abs() > 4e-8 { largest / -4.0 } else { 1e-8 }
-        } else {
-            (row.iter().fold(0.0f32, |max, w| max.max(w.abs())) / limit).max(1e-8)
-        };
-    }
-    // Adding and subtracting 1.5 * 2^23 rounds half to even, and unlike `round_ties_even` it is no library call on the
-    // baseline instruction set.
-    const ROUND: f32 = 12_582_912.0;
-    let quantize = |w: f32, scale: f32| (((w / scale).clamp(-limit - 1.0, limit) + ROUND) - ROUND) as i32;
-    // Signed bytes are stored as they are, narrower fields with an offset that makes them unsigned.
-    let offset = if bits == 8 { 0 } else { limit as i32 + 1 };
-    if bits == 8 {
-        for ((data, row), scale) in data.chunks_mut(group).zip(row.chunks(group)).zip(scales.iter()) {
-            for (byte, w) in data.iter_mut().zip(row) {
-                *byte = quantize(*w, *scale) as u8;
+    let groups = scales.iter_mut().zip(row.chunks(group));
+    match format {
+        Format::Int8Row => groups.zip(data.chunks_mut(group)).for_each(|((scale, row), data)| {
+            *scale = scale_of(row, 127.0);
+            for (byte, &w) in data.iter_mut().zip(row) {
+                *byte = level(w, *scale, 127.0) as u8;
             }
-        }
-        return Ok(());
-    }
-    let per_byte = 8 / bits;
-    let fields = if bits == 3 { data.len() / INT3_GROUP_BYTES * INT3_GROUP } else { data.len() * per_byte };
-    let mut codes = vec![offset as u8; fields];
-    for ((codes, row), scale) in codes.chunks_mut(group).zip(row.chunks(group)).zip(scales.iter()) {
-        for (code, w) in codes.iter_mut().zip(row) {
-            *code = (quantize(*w, *scale) + offset) as u8;
-        }
-    }
-    // Each byte holds the lowest `bits` of so many codes.
-    let pack = |data: &mut [u8], codes: &[u8], bits: usize| {
-        let mask = (1u8 << bits) - 1;
-        for (byte, codes) in data.iter_mut().zip(codes.chunks_exact(8 / bits)) {
-            *byte = codes.iter().enumerate().fold(0, |byte, (k, code)| byte | (code & mask) << (bits * k));
-        }
-    };
-    if bits != 3 {
-        pack(data, &codes, bits);
-        return Ok(());
-    }
-    for (data, codes) in data.chunks_exact_mut(INT3_GROUP_BYTES).zip(codes.chunks_exact_mut(INT3_GROUP)) {
-        let (low, high) = data.split_at_mut(INT3_GROUP / 4);
-        pack(low, codes, 2);
-        codes.iter_mut().for_each(|code| *code >>= 2);
-        pack(high, codes, 1);
+        }),
+        Format::Int2Row => groups.zip(data.chunks_mut(group.div_ceil(4))).for_each(|((scale, row), data)| {
+            *scale = scale_of(row, 1.0);
+            fields(row, *scale, 1.0, data, 16, pack::<4, 2>);
+        }),
+        Format::Int3Group => groups.zip(data.chunks_mut(INT3_GROUP_BYTES)).for_each(|((scale, row), data)| {
+            let most = largest(row);
+            let first = row.iter().find(|w| w.to_bits() & MAGNITUDE == most).copied().unwrap_or(0.0);
+            *scale = if first.abs() > 4e-8 { first / -4.0 } else { 1e-8 };
+            fields(row, *scale, 3.0, data, INT3_GROUP_BYTES, |codes, data| {
+                let (low, high) = data.split_at_mut(INT3_GROUP / 4);
+                pack::<4, 2>(codes, low);
+                pack::<8, 1>(&codes.map(|code| code >> 2), high);
+            });
+        }),
+        _ => groups.zip(data.chunks_mut(group.div_ceil(2))).for_each(|((scale, row), data)| {
+            *scale = scale_of(row, 7.0);
+            fields(row, *scale, 7.0, data, 32, pack::<2, 4>);
+        }),
     }
     Ok(())
+}
+
+/// Weights whose fields are made together, on the stack. Groups have whole bytes, and 3-bit ones are one block.
+const BLOCK: usize = INT3_GROUP;
+
+/// Every bit of a float but its sign: of two such the larger number is the larger magnitude, infinity and NaN above all.
+const MAGNITUDE: u32 = !(1 << 31);
+
+/// The magnitude that is largest, as bits.
+#[inline(always)]
+fn largest(row: &[f32]) -> u32 {
+    row.iter().fold(0, |largest, w| largest.max(w.to_bits() & MAGNITUDE))
+}
+
+#[inline(always)]
+fn scale_of(row: &[f32], limit: f32) -> f32 {
+    (f32::from_bits(largest(row)) / limit).max(1e-8)
+}
+
+/// The level that a weight is nearest to, halves to the even one.
+#[inline(always)]
+fn level(w: f32, scale: f32, limit: f32) -> i32 {
+    // Adding 1.5 * 2^23 rounds half to even and leaves the whole number in the low bits; unlike `round_ties_even` it is no
+    // library call on the baseline instruction set.
+    const ROUND: f32 = 12_582_912.0;
+    ((w / scale).clamp(-limit - 1.0, limit) + ROUND).to_bits() as i32 - ROUND.to_bits() as i32
+}
+
+/// Packs the levels of `row`, with an offset that makes them unsigned, block by block: `bytes` of `data` each.
+#[inline(always)]
+fn fields(row: &[f32], scale: f32, limit: f32, data: &mut [u8], bytes: usize, pack: impl Fn(&[u8; BLOCK], &mut [u8])) {
+    let offset = limit as i32 + 1;
+    for (row, data) in row.chunks(BLOCK).zip(data.chunks_mut(bytes)) {
+        let mut codes = [offset as u8; BLOCK];
+        for (code, &w) in codes.iter_mut().zip(row) {
+            *code = (level(w, scale, limit) + offset) as u8;
+        }
+        pack(&codes, data);
+    }
+}
+
+/// Each byte holds the lowest `BITS` bits of `COUNT` codes.
+#[inline(always)]
+fn pack<const COUNT: usize, const BITS: usize>(codes: &[u8; BLOCK], data: &mut [u8]) {
+    let mask = (1u8 << BITS) - 1;
+    for (byte, codes) in data.iter_mut().zip(codes.as_chunks::<COUNT>().0) {
+        *byte = (0..COUNT).fold(0, |byte, k| byte | (codes[k] & mask) << (BITS * k));
+    }
 }
 
 #[cfg(test)]

@@ -31,6 +31,7 @@ mod panel;
 #[cfg(test)]
 mod parity;
 mod quantized;
+mod requantize;
 mod rows;
 mod scalar;
 mod team;
@@ -43,6 +44,7 @@ pub use encode::{EncodeError, encode};
 pub use format::{FP8_BLOCK, Format, INT3_GROUP, MatrixSpec, NVFP4_GROUP, WeightRef};
 pub use matmul::{Input, matmul};
 pub use quantized::Quantized;
+pub use requantize::{Requantizer, Unfit};
 pub use rows::RowsAt;
 pub use team::Team;
 
@@ -105,6 +107,9 @@ pub struct UnknownIsa {
     pub given: String,
 }
 
+/// As [`encode`].
+type EncodeRow = unsafe fn(Format, &[f32], &mut [u8], &mut [f32]) -> Result<(), EncodeError>;
+
 /// The kernels of one instruction set. A reference to one proves that this CPU can run it: the only ways to get one are
 /// [`Kernels::best`], [`Kernels::for_isa`] and [`Kernels::all_available`], which look at the CPU.
 pub struct Kernels {
@@ -119,6 +124,7 @@ pub struct Kernels {
     silu_mul: unsafe fn(&[f32], &mut [f32]),
     exp_shifted: unsafe fn(&mut [f32], f32) -> f32,
     quantize_row: unsafe fn(&[f32], QuantRowMut),
+    encode_row: EncodeRow,
     /// `tile[i * rows.len() + r]` for `batch` rows of `x` (each `w.cols()` long): the exact path.
     exact: unsafe fn(&WeightRef, Range<usize>, &[f32], &mut [f32]),
     /// Rows of a batch that `integer` takes at most, up to [`MAX_INTEGER_BATCH`].
@@ -248,6 +254,12 @@ impl Kernels {
         assert_eq!(row.natural.len(), quantized::padded(x.len()), "columns of a quantized row");
         // SAFETY: holding this table proves that the CPU has the instructions of its functions.
         unsafe { (self.quantize_row)(x, row) }
+    }
+
+    /// As [`encode`], bit for bit.
+    fn encode_row(&self, format: Format, row: &[f32], data: &mut [u8], scales: &mut [f32]) -> Result<(), EncodeError> {
+        // SAFETY: holding this table proves that the CPU has the instructions of its functions.
+        unsafe { (self.encode_row)(format, row, data, scales) }
     }
 
     /// The exact path of rows `rows` for up to [`MAX_BATCH`] rows of `x`, on this thread: `tile[i * rows.len() + r]`.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::format::{FP8_BLOCK, Format, INT3_GROUP, INT3_GROUP_BYTES, NVFP4_GROUP, WeightRef, e4m3};
 use super::lanes::{self, LANES};
 use super::quantized::{QuantRow, QuantRowMut};
-use super::{Isa, Kernels, MAX_BATCH, RowsAt};
+use super::{EncodeError, Isa, Kernels, MAX_BATCH, RowsAt, encode};
 
 pub(super) static TABLE: Kernels = DEFINITION;
 
@@ -20,6 +20,7 @@ pub(super) const DEFINITION: Kernels = Kernels {
     silu_mul,
     exp_shifted,
     quantize_row,
+    encode_row,
     exact,
     integer_batch: MAX_BATCH,
     integer,
@@ -52,6 +53,10 @@ fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
 
 fn quantize_row(x: &[f32], row: QuantRowMut) {
     lanes::quantize_row(x, row);
+}
+
+fn encode_row(format: Format, row: &[f32], data: &mut [u8], scales: &mut [f32]) -> Result<(), EncodeError> {
+    encode::quantized(format, row, data, scales)
 }
 
 fn decode_row(w: &WeightRef, row: usize, out: &mut [f32]) {

@@ -9,7 +9,7 @@ use millstream_io::limits::{HUGE_PAGE_BYTES, PAGE_BYTES};
 use millstream_io::{Arena, FileSet, FileSpan, IoError, populate};
 use thiserror::Error;
 
-use crate::checkpoint::convert::{Rows, encode_row, rows_of};
+use crate::checkpoint::convert::{Rows, rows_of};
 use crate::checkpoint::{CheckpointError, MatrixSource};
 use crate::kernels::{Format, Kernels, MatrixSpec};
 use crate::limits::{LOAD_ENCODED_PART_BYTES, LOAD_PART_BYTES, LOAD_WORKERS_MAX, LOAD_WORKERS_MIN};
@@ -300,7 +300,7 @@ fn encode(
     let mut scales_of_rows = out_scales.chunks_mut((4 * row_scales.len()).max(1));
     for (row, out) in (0..count).zip(out.chunks_mut(target.row_bytes(cols))) {
         kernels.decode_row(&weights, row, values);
-        encode_row(target, values, out, row_scales).map_err(|(col, value)| (row, col, value))?;
+        kernels.store_row(target, values, out, row_scales).map_err(|(col, value)| (row, col, value))?;
         let places = scales_of_rows.next().unwrap_or_default().as_chunks_mut().0;
         places.iter_mut().zip(&*row_scales).for_each(|(place, scale)| *place = scale.to_le_bytes());
     }

@@ -10,7 +10,7 @@ mod weights;
 mod widths;
 
 pub use options::{ConvertOptions, Width};
-pub(crate) use weights::{Rows, encode_row, rows_of};
+pub(crate) use weights::{Rows, rows_of};
 pub use widths::Widths;
 
 use super::consumed::{Lock, RECORD_NAME, Record};

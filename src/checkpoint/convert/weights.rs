@@ -8,7 +8,7 @@ use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::tensors::TensorMap;
 use crate::checkpoint::write::layout::{Item, ShardPlan};
 use crate::checkpoint::write::{self, Proof, Weights};
-use crate::kernels::{EncodeError, FP8_BLOCK, Format, Kernels, MatrixSpec, WeightRef, encode};
+use crate::kernels::{FP8_BLOCK, Format, Kernels, MatrixSpec, WeightRef};
 use crate::limits::CONVERT_PIECE_BYTES;
 use millstream_io::{FileId, FileSet, FileSpan, IoMode};
 use rayon::ThreadPool;
@@ -157,7 +157,7 @@ impl<'a> Encoder<'a> {
         let scale_chunk = row_scales.max(1);
         let convert = |values: &mut Vec<f32>, (row, (data, scales)): (usize, (&mut [u8], &mut [f32]))| {
             kernels.decode_row(weights, row, values);
-            encode_row(target, values, data, scales).err().map(|(col, value)| (row, col, value))
+            kernels.store_row(target, values, data, scales).err().map(|(col, value)| (row, col, value))
         };
         let (output, output_scales) = (&mut self.output, &mut self.output_scales);
         let encoded = match &self.threads {
@@ -200,30 +200,4 @@ pub(crate) fn rows_of(source: &MatrixSource, piece_bytes: usize) -> impl Iterato
         let scales = scales.map(|span| part(span, format.scale_bytes(first, cols), spec.scale_bytes()));
         Rows { first, spec, spans: [Some(data), scales, factor].into_iter().flatten().collect() }
     })
-}
-
-/// Encodes one row; the error is the column and value that cannot be stored. F32 takes any value as it is.
-pub(crate) fn encode_row(
-    target: Format,
-    values: &[f32],
-    data: &mut [u8],
-    scales: &mut [f32],
-) -> std::result::Result<(), (usize, f32)> {
-    let check = |finite: bool, col: usize, value: f32| if finite { Ok(()) } else { Err((col, value)) };
-    match target {
-        Format::F32 => {
-            data.chunks_exact_mut(4).zip(values).for_each(|(out, value)| out.copy_from_slice(&value.to_le_bytes()));
-            Ok(())
-        }
-        Format::Bf16 => data.chunks_exact_mut(2).zip(values).enumerate().try_for_each(|(col, (out, &value))| {
-            let half = half::bf16::from_f32(value);
-            out.copy_from_slice(&half.to_le_bytes());
-            check(half.is_finite(), col, value)
-        }),
-        _ => match encode(target, values.len(), values, data, scales) {
-            Ok(()) => Ok(()),
-            Err(EncodeError::NotFinite { index, value }) => Err((index, value)),
-            Err(other) => unreachable!("{other}: a plan holds integer formats, F32, BF16 and formats of the source"),
-        },
-    }
 }

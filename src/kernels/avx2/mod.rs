@@ -8,7 +8,7 @@ mod integer;
 use std::arch::x86_64::*;
 
 use super::quantized::QuantRowMut;
-use super::{Isa, Kernels, MAX_BATCH, RowsAt, lanes};
+use super::{EncodeError, Format, Isa, Kernels, MAX_BATCH, RowsAt, encode, lanes};
 
 pub(super) fn table() -> Option<&'static Kernels> {
     let available =
@@ -27,6 +27,7 @@ static TABLE: Kernels = Kernels {
     silu_mul,
     exp_shifted,
     quantize_row,
+    encode_row,
     exact: exact::tile,
     integer_batch: MAX_BATCH,
     integer: integer::tile,
@@ -66,6 +67,11 @@ fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
 #[target_feature(enable = "avx2,fma,f16c")]
 fn quantize_row(x: &[f32], row: QuantRowMut) {
     lanes::quantize_row(x, row);
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn encode_row(format: Format, row: &[f32], data: &mut [u8], scales: &mut [f32]) -> Result<(), EncodeError> {
+    encode::quantized(format, row, data, scales)
 }
 
 #[inline]

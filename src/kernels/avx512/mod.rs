@@ -17,7 +17,7 @@ mod single;
 use std::arch::x86_64::*;
 
 use super::quantized::QuantRowMut;
-use super::{Isa, Kernels, lanes};
+use super::{EncodeError, Format, Isa, Kernels, encode, lanes};
 
 pub(super) fn table() -> Option<&'static Kernels> {
     let available = is_x86_feature_detected!("avx512f")
@@ -52,6 +52,7 @@ const BASE: Kernels = Kernels {
     silu_mul,
     exp_shifted,
     quantize_row,
+    encode_row,
     exact: exact::tile,
     integer_batch: panels::BATCH,
     integer: integer::tile,
@@ -81,6 +82,11 @@ fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn quantize_row(x: &[f32], row: QuantRowMut) {
     lanes::quantize_row(x, row);
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn encode_row(format: Format, row: &[f32], data: &mut [u8], scales: &mut [f32]) -> Result<(), EncodeError> {
+    encode::quantized(format, row, data, scales)
 }
 
 #[inline]
