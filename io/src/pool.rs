@@ -107,6 +107,11 @@ impl SlabPool {
         self.inner.sizes[0].slab_bytes
     }
 
+    /// Bytes of the largest slab.
+    pub fn largest_slab_bytes(&self) -> usize {
+        self.inner.sizes.iter().map(|size| size.slab_bytes).max().unwrap_or(0)
+    }
+
     /// Slabs, free or not.
     pub fn slabs(&self) -> usize {
         self.inner.slabs
@@ -120,6 +125,11 @@ impl SlabPool {
     /// Slabs free now.
     pub fn free(&self) -> usize {
         self.inner.free.lock().unwrap_or_else(PoisonError::into_inner).iter().map(Vec::len).sum()
+    }
+
+    /// Of them, slabs of the size at this position among the sizes the pool was made of.
+    pub fn free_of(&self, size: usize) -> usize {
+        self.inner.free.lock().unwrap_or_else(PoisonError::into_inner)[size].len()
     }
 
     /// Which pages back the slabs.
@@ -245,7 +255,7 @@ mod tests {
     #[test]
     fn slabs_of_several_sizes_share_an_arena_and_each_comes_back_to_its_own() {
         let pool = SlabPool::of_sizes(&[(5000, 3), (9000, 2), (4096, 4)]).unwrap();
-        assert_eq!((pool.slabs(), pool.free(), pool.slab_bytes()), (9, 9, 5000));
+        assert_eq!((pool.slabs(), pool.free(), pool.slab_bytes(), pool.largest_slab_bytes()), (9, 9, 5000, 9000));
         let base = pool.base().as_ptr() as usize;
         // Whole pages: three of two, two of three, four of one.
         let expected = [(0, 5000, 0), (1, 5000, 8192), (2, 5000, 16384), (3, 9000, 24576), (4, 9000, 36864)]
@@ -261,6 +271,7 @@ mod tests {
         }
         assert!(taken.iter().all(|slab| slab.bytes().iter().all(|byte| *byte == slab.index() as u8 + 1)));
         drop(taken.remove(3));
+        assert_eq!([0, 1, 2].map(|size| pool.free_of(size)), [0, 1, 0]);
         assert!(pool.take_of(0).is_none() && pool.take_of(2).is_none());
         assert_eq!(pool.take_of(1).map(|slab| slab.index()), Some(3));
         for bad in [&[][..], &[(4096, 1), (0, 1)], &[(4096, 1), (4096, 0)], &[(4096, u32::MAX as usize), (4096, 1)]] {

@@ -86,10 +86,10 @@ pub(crate) fn open(cfg: &DeviceConfig, files: Arc<FileSet>, pool: &SlabPool) -> 
 }
 
 fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool, facts: &Facts) -> Limits {
-    let whole_slab = (pool.slab_bytes() as u32).next_multiple_of(files.align());
+    let whole_slab = (pool.largest_slab_bytes() as u32).next_multiple_of(files.align());
     let default_chunk = if facts.registered_bytes > 0 { RING_CHUNK_BYTES } else { whole_slab };
     Limits {
-        depth_bytes: cfg.depth_for(pool.slab_bytes()),
+        depth_bytes: cfg.depth_for(pool.largest_slab_bytes()),
         chunk_bytes: cfg.chunk_for(default_chunk, files),
         whole_when_waiting: usize::MAX,
         // One entry is the wake-up poll's: then neither queue can overflow.

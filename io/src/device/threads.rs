@@ -53,7 +53,7 @@ pub(crate) fn limits(cfg: &DeviceConfig, files: &FileSet, pool: &SlabPool) -> Li
     // A slab that is to be striped is never one request.
     let whole = cfg.chunk_bytes.is_none() && files.drives() == 1;
     Limits {
-        depth_bytes: cfg.depth_for(pool.slab_bytes()),
+        depth_bytes: cfg.depth_for(pool.largest_slab_bytes()),
         chunk_bytes: cfg.chunk_for(THREAD_CHUNK_BYTES, files),
         whole_when_waiting: if whole { threads - 1 } else { usize::MAX },
         // A request that waits to be repeated keeps its operation, which must not stop a thread that is idle.
