@@ -10,6 +10,7 @@ mod safetensors;
 
 use conversions::*;
 use millstream::checkpoint::convert::{ConvertOptions, Progress, Verified, convert, verify};
+use millstream::checkpoint::synth::{Precision, Preset, SynthOptions, synth};
 use millstream::checkpoint::{Checkpoint, CheckpointError};
 use program::{done, program, refused, stderr};
 use safetensors::{Model, Shard, Tensor, tiny_model};
@@ -17,8 +18,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
+
+/// Stops a conversion that removes its source as soon as fewer than so many shards of it are left.
+fn stop_below(src: &Path, dst: &Path, least: usize) {
+    let stopped = catch_unwind(AssertUnwindSafe(|| {
+        convert(src, dst, &options(), &mut |_| {
+            if shards(src).len() < least {
+                std::panic::resume_unwind(Box::new("stopped"));
+            }
+        })
+    }));
+    assert!(stopped.is_err());
+}
 
 #[test]
 fn a_source_goes_shard_by_shard_and_the_disk_never_holds_more_than_one_shard_twice() {
@@ -248,14 +261,7 @@ fn a_resumed_conversion_finds_what_is_damaged_and_cannot_be_made_again() {
     for delete_source in [true, false] {
         let (src, dst) = (sharded(tiny_model()), quick_dir());
         let copy = contents(src.path());
-        let stopped = catch_unwind(AssertUnwindSafe(|| {
-            convert(src.path(), dst.path(), &options(), &mut |_| {
-                if shards(src.path()).len() < 3 {
-                    std::panic::resume_unwind(Box::new("stopped"));
-                }
-            })
-        }));
-        assert!(stopped.is_err());
+        stop_below(src.path(), dst.path(), 3);
         let victim = dst.path().join("out-00003.safetensors");
         let whole = fs::read(&victim).unwrap();
         let (left, done) = (shards(src.path()), shards(dst.path()).len());
@@ -307,14 +313,7 @@ fn a_damaged_shard_whose_source_is_there_may_be_removed_and_is_made_anew() {
 fn a_record_that_was_lost_half_way_is_put_right_as_its_hint_says() {
     let (src, dst) = (sharded(tiny_model()), quick_dir());
     let copy = contents(src.path());
-    let stopped = catch_unwind(AssertUnwindSafe(|| {
-        convert(src.path(), dst.path(), &options(), &mut |_| {
-            if shards(src.path()).len() < 4 {
-                std::panic::resume_unwind(Box::new("stopped"));
-            }
-        })
-    }));
-    assert!(stopped.is_err());
+    stop_below(src.path(), dst.path(), 4);
     let record = src.path().join(".millstream-consumed.json");
     fs::write(&record, "").unwrap();
     let before = (contents(src.path()), shards(dst.path()));
@@ -434,14 +433,7 @@ fn a_consumed_source_is_neither_taken_for_another_nor_for_a_damaged_one() {
     let src = sharded(tiny_model());
     let copy = contents(src.path());
     let dst = quick_dir();
-    let stopped = catch_unwind(AssertUnwindSafe(|| {
-        convert(src.path(), dst.path(), &options(), &mut |_| {
-            if shards(src.path()).len() < 4 {
-                std::panic::resume_unwind(Box::new("stopped"));
-            }
-        })
-    }));
-    assert!(stopped.is_err());
+    stop_below(src.path(), dst.path(), 4);
     // Another destination would need what is gone.
     let error = quietly(src.path(), quick_dir().path(), &ConvertOptions::default()).unwrap_err();
     let CheckpointError::SourceGone { gone, into, .. } = &error else { panic!("{error}") };
@@ -698,15 +690,81 @@ fn a_container_is_repacked_by_flag_bit_for_bit() {
     };
     assert!(weights(&plain) == weights(&packed));
     // Damage is not made whole by new checksums, and the evidence stays.
-    let shard = packed.join("out-00002.safetensors");
-    let mut bytes = fs::read(&shard).unwrap();
-    let last = bytes.len() - 1;
-    bytes[last] ^= 1;
-    fs::write(&shard, bytes).unwrap();
-    let other = home.path().join("d");
+    let (other, shard) = (home.path().join("d"), "out-00002.safetensors");
     let before = contents(&packed);
-    refused(&output(&["--repack", "--delete-source"], &other), 1, &["out-00002", "is damaged", "doctor --deep"]);
-    assert!(contents(&packed) == before && !other.exists());
+    let mut bytes = before[shard].clone();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(packed.join(shard), &bytes).unwrap();
+    refused(&output(&["--repack", "--delete-source"], &other), 1, &[shard, "is damaged", "doctor --deep"]);
+    assert!(fs::read(packed.join(shard)).unwrap() == bytes && !other.join(shard).exists());
+    let here = contents(&packed);
+    shards_of(&before).filter(|name| !here.contains_key(*name)).for_each(|gone| {
+        assert!(weights_in(&other, gone) == weights_in(&plain, gone), "{gone} is nowhere");
+    });
+}
+
+/// Everything behind the header of a shard, which says what source it is of.
+fn weights_in(dir: &Path, shard: &str) -> Vec<u8> {
+    Shard::read(&dir.join(shard)).data()
+}
+
+/// Changes the lowest bit in the middle of a tensor, wherever it is.
+fn flip(dir: &Path, tensor: &str) -> PathBuf {
+    for name in shards(dir).into_keys() {
+        let file = dir.join(name);
+        let mut bytes = fs::read(&file).unwrap();
+        let len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + len]).unwrap();
+        let Some(offsets) = header[tensor]["data_offsets"].as_array() else { continue };
+        let [from, to] = [0, 1].map(|at| offsets[at].as_u64().unwrap() as usize);
+        bytes[8 + len + from + (to - from) / 8 * 4] ^= 1;
+        fs::write(&file, bytes).unwrap();
+        return file;
+    }
+    panic!("{tensor} is nowhere");
+}
+
+#[test]
+fn a_damaged_source_that_has_checksums_is_named_and_nothing_is_made_of_what_is_damaged() {
+    let home = quick_dir();
+    let (packed, fp8) = (home.path().join("packed"), home.path().join("fp8"));
+    quietly(tiny_model(), &packed, &ConvertOptions { repack: true, ..ConvertOptions::default() }).unwrap();
+    let drawn = SynthOptions {
+        layers: Some(3),
+        experts: Some(8),
+        precision: Precision::Fp8,
+        shard_bytes: 400_000,
+        ..SynthOptions::new(Preset::ALL[2])
+    };
+    synth(&fp8, &drawn, &mut |_| {}).unwrap();
+    let expert = "model.layers.2.mlp.experts.5";
+    let of_packed = [format!("{expert}.gate_proj.weight"), format!("{expert}.down_proj.weight")];
+    let of_fp8 = [format!("{expert}.up_proj.weight"), format!("{expert}.up_proj.weight_scale_inv")];
+    let dense = ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight", "lm_head.weight"].map(str::to_owned);
+    for (source, own) in [(&packed, of_packed), (&fp8, of_fp8)] {
+        let (right, copy) = (quick_dir(), contents(source));
+        quietly(source, right.path(), &ConvertOptions::default()).unwrap();
+        for tensor in own.iter().chain(&dense) {
+            let (src, dst) = (quick_dir(), quick_dir());
+            copy.iter().for_each(|(name, bytes)| fs::write(src.path().join(name), bytes).unwrap());
+            let before = tensors_of(src.path());
+            let shard = flip(src.path(), tensor);
+            let error = quietly(src.path(), dst.path(), &options()).unwrap_err();
+            let CheckpointError::SourceDamaged(damage) = &error else { panic!("{tensor}: {error}") };
+            assert_eq!(damage.shard, shard, "{tensor}");
+            let title = damage.run.title();
+            assert!(
+                title == format!("tensor {tensor}") || title == "expert 5 of layer 2" || tensor.ends_with("_inv"),
+                "{title}"
+            );
+            // Whatever was removed is what the undamaged source makes, and what is damaged is still there.
+            assert_nothing_lost(src.path(), dst.path(), &before);
+            assert!(shard.exists());
+            let made = shards(dst.path());
+            assert!(made.keys().all(|name| weights_in(dst.path(), name) == weights_in(right.path(), name)), "{tensor}");
+            assert!(made.len() < shards(right.path()).len());
+        }
+    }
 }
 
 #[test]

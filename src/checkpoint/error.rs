@@ -1,5 +1,6 @@
 //! What can be wrong with a checkpoint: values, not prose, so that a caller can show them as it likes.
 
+use super::verify::Damage;
 use crate::kernels::Format;
 use crate::size;
 use millstream_io::IoError;
@@ -274,14 +275,9 @@ pub enum CheckpointError {
         /// The first run that differs, and how many do.
         damage: String,
     },
-    /// A container is not as its checksums say.
-    #[error("{} is damaged, and was to be repacked: {damage}", file.display())]
-    SourceDamaged {
-        /// The shard.
-        file: PathBuf,
-        /// The first run that differs, and how many do.
-        damage: String,
-    },
+    /// What was read of a source is not as its checksums say.
+    #[error("the source is damaged: {0}")]
+    SourceDamaged(Box<Damage>),
     /// A shard of the destination, finished by an earlier run, is not as it was written.
     #[error("{} is damaged: {damage}{}", file.display(), made_from(gone))]
     Damaged {

@@ -90,7 +90,7 @@ impl CheckpointError {
             CheckpointError::ReadBack { .. } => {
                 "the drive or the memory is at fault (dmesg): nothing of this shard was kept; the same command writes it again"
             }
-            CheckpointError::SourceDamaged { .. } => {
+            CheckpointError::SourceDamaged(_) => {
                 "nothing was made of it: `millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again"
             }
             CheckpointError::OtherWeights { .. } => {

@@ -90,10 +90,11 @@ pub fn shards(dir: &Path) -> BTreeMap<String, u64> {
     lengths.filter(|(name, _)| name.ends_with(".safetensors")).collect()
 }
 
-/// Tensors of each shard, without their scales.
+/// Tensors of each shard, without their scales and padding.
 pub fn tensors_of(dir: &Path) -> BTreeMap<String, BTreeSet<String>> {
     let weights = |shard: Shard| shard.tensors.into_iter().map(|tensor| tensor.name);
-    let names = |name: &String| weights(Shard::read(&dir.join(name))).filter(|name| !name.ends_with("_scale_inv"));
+    let is_weight = |name: &String| !name.ends_with("_scale_inv") && !name.starts_with("__pad__");
+    let names = |name: &String| weights(Shard::read(&dir.join(name))).filter(is_weight);
     shards(dir).keys().map(|name| (name.clone(), names(name).collect())).collect()
 }
 

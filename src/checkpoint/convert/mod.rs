@@ -25,7 +25,6 @@ use source::{Consume, Source};
 use stamps::{STAMPS_NAME, Stamps};
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
 use weights::{Earlier, Encoder};
 
 /// Files beside the shards that belong to the model and are copied with it.
@@ -131,7 +130,7 @@ pub fn verify(
     if whole && checkpoint.formats().any(|format| format == Format::Fp8Block) {
         selftest::fp8(kernels)?;
     }
-    let mut encoder = Encoder::new(&checkpoint.tensors, Earlier::default(), None, kernels);
+    let mut encoder = Encoder::new(&checkpoint, Earlier::default(), None, kernels)?;
     let weights: Option<&mut dyn Weights> = if whole { Some(&mut encoder) } else { None };
     let checked = write::check(dst, contents, weights, options.cancel.as_ref(), progress);
     Ok(verified(shards, checked.map_err(|error| context.tell(error))?, whole))
@@ -213,11 +212,6 @@ fn convert_source(
     for (shard, reason) in &stay {
         progress(Progress::Note(format!("{shard} of the source stays: {reason}")));
     }
-    if options.repack {
-        let never = AtomicBool::new(false);
-        let cancel = options.cancel.as_ref().map_or(&never, |cancel| &*cancel.0);
-        sums::check(checkpoint, &|file| source.is_gone(file), cancel, progress)?;
-    }
     let way = if source.is_whole() { None } else { Some(Way::Keep) };
     let context = Context { names: names(&shards), gone: source.gone(&needs), way };
     let contents = Contents {
@@ -233,7 +227,7 @@ fn convert_source(
     if consume.is_some() {
         source.remember(dst)?;
     }
-    let mut encoder = Encoder::new(&checkpoint.tensors, Earlier { proofs, gone: context.gone }, consume, kernels);
+    let mut encoder = Encoder::new(checkpoint, Earlier { proofs, gone: context.gone }, consume, kernels)?;
     let report = writing.run(&mut encoder, options.cancel.as_ref(), progress)?;
     if options.delete_source {
         // What it is about has gone.

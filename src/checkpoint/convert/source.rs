@@ -213,11 +213,6 @@ impl<'a> Source<'a> {
         Record::of(&shards, dst)?.write(&self.checkpoint.dir)
     }
 
-    /// Whether a shard is not there any more.
-    pub fn is_gone(&self, file: FileId) -> bool {
-        self.gone.contains(&file)
-    }
-
     /// Whether every shard is there.
     pub fn is_whole(&self) -> bool {
         self.gone.is_empty()

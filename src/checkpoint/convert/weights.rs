@@ -2,6 +2,8 @@
 //! time.
 
 use super::source::Consume;
+use super::sums::ReadSums;
+use crate::checkpoint::Checkpoint;
 use crate::checkpoint::ahead::ReadAhead;
 use crate::checkpoint::container::MatrixSource;
 use crate::checkpoint::error::{CheckpointError, Result};
@@ -21,6 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The weights of a checkpoint, and the buffers between reading and writing them.
 pub(crate) struct Encoder<'a> {
     source: &'a TensorMap,
+    sums: ReadSums,
     /// What the shard that is being made is made from.
     ahead: Option<ReadAhead>,
     taken: Arc<AtomicU64>,
@@ -88,6 +91,10 @@ impl Weights for Encoder<'_> {
             let Some(ahead) = &mut self.ahead else { unreachable!("a shard is begun before its items are asked for") };
             let piece = ahead.next(&mut || put(&[]))?;
             let (data, data_scales) = (piece.bytes(0), piece.bytes(1));
+            let spans = rows.spans.iter().zip([(data, false), (data_scales, true)]);
+            for (span, (bytes, is_scales)) in spans {
+                self.sums.take(self.source, span, bytes, is_scales)?;
+            }
             self.taken.fetch_add((data.len() + data_scales.len()) as u64, Ordering::Relaxed);
             if item.target == rows.spec.format {
                 put(data)?;
@@ -134,10 +141,15 @@ impl Weights for Encoder<'_> {
 }
 
 impl<'a> Encoder<'a> {
-    pub fn new(source: &'a TensorMap, earlier: Earlier, consume: Option<Consume>, kernels: &'static Kernels) -> Self {
+    pub fn new(
+        source: &'a Checkpoint,
+        earlier: Earlier,
+        consume: Option<Consume>,
+        kernels: &'static Kernels,
+    ) -> Result<Encoder<'a>> {
         let (taken, output, output_scales) = Default::default();
-        let threads = write::threads();
-        Encoder { source, ahead: None, taken, earlier, consume, kernels, threads, output, output_scales }
+        let (sums, threads, source) = (ReadSums::of(source)?, write::threads(), &source.tensors);
+        Ok(Encoder { source, sums, ahead: None, taken, earlier, consume, kernels, threads, output, output_scales })
     }
 
     /// Shards of the source that were removed, and their bytes.
