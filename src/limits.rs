@@ -64,6 +64,11 @@ pub const MAX_RECORD_BYTES: u64 = 1 << 30;
 pub const MAX_NAME_BYTES: usize = 1024;
 /// Dimensions of a tensor.
 pub const MAX_DIMENSIONS: usize = 8;
+/// Slabs that experts which are quantized on their way are read into: as many as a drive is given at a time, and as many
+/// again that wait to be quantized or were guessed.
+pub const STAGING_SLABS: usize = 8;
+/// Of those, as many are left to what is waited for.
+pub const STAGING_DEMAND: usize = 4;
 /// Of a wait for a read that is watched, so much at a time: how soon an interrupt is seen.
 pub const WAIT_STEP: Duration = Duration::from_millis(100);
 /// A drive that answers nothing for as long as this is reported.
@@ -147,6 +152,7 @@ pub const PROBE_PAUSE_MIN: u32 = 3;
 /// Most steps between them: a drive that changes is noticed within a few minutes.
 pub const PROBE_PAUSE_MAX: u32 = 256;
 
+const _: () = assert!(0 < STAGING_DEMAND && STAGING_DEMAND < STAGING_SLABS);
 const _: () = assert!(WAIT_STEP.as_nanos() < HUNG_AFTER.as_nanos());
 const _: () = assert!(LOAD_ENCODED_PART_BYTES <= LOAD_PART_BYTES && LOAD_WORKERS_MIN <= LOAD_WORKERS_MAX);
 const _: () = assert!(PIN_SHARE_PERCENT_MAX <= 100 && SECONDS_MIN < SECONDS_MAX);

@@ -28,6 +28,8 @@ pub enum Stage {
     Dense,
     /// Nothing to compute: the next expert is still on its way.
     Wait,
+    /// Making what an expert is held as of what was read, where that is something else.
+    Quantize,
     /// Routed experts.
     Experts,
     /// Expert outputs summed in slot order.
@@ -42,7 +44,7 @@ pub enum Stage {
 
 impl Stage {
     /// All stages, in the order in which a token meets them.
-    pub const ALL: [Stage; 13] = [
+    pub const ALL: [Stage; 14] = [
         Stage::Embed,
         Stage::Attention,
         Stage::Route,
@@ -51,6 +53,7 @@ impl Stage {
         Stage::Shared,
         Stage::Dense,
         Stage::Wait,
+        Stage::Quantize,
         Stage::Experts,
         Stage::Reduce,
         Stage::Head,
@@ -74,6 +77,7 @@ impl Stage {
             Stage::Shared => "shared",
             Stage::Dense => "dense",
             Stage::Wait => "wait",
+            Stage::Quantize => "quantize",
             Stage::Experts => "experts",
             Stage::Reduce => "reduce",
             Stage::Head => "head",

@@ -216,8 +216,17 @@ fn a_plan_says_what_more_of_each_resource_would_buy() {
     assert_eq!(roomy("ram=512M"), 1.0);
     // Everything that is counted is within what may be used, and named as the manual has it.
     let budget = slow["budget"].as_object().unwrap();
-    let parts =
-        ["program", "resident", "kv", "working", "reconstruction", "activations", "page_cache_reserve", "experts"];
+    let parts = [
+        "program",
+        "resident",
+        "kv",
+        "working",
+        "reconstruction",
+        "activations",
+        "staging",
+        "page_cache_reserve",
+        "experts",
+    ];
     let sum: u64 = parts.iter().map(|part| budget[*part].as_u64().unwrap()).sum();
     assert!(sum <= budget["total"].as_u64().unwrap() && budget["working"].as_u64().unwrap() > 0, "{budget:?}");
     assert_eq!(budget.len(), parts.len() + 3, "and the total, its source and what quantizing saves: {budget:?}");

@@ -93,7 +93,16 @@ fn the_program_the_tokenizer_and_the_threads_are_in_the_sum() {
             let stats = statistics(&run(ram));
             let (peak, budget) = (&stats["memory"]["rss_peak"], &stats["memory"]["budget"]);
             assert!(peak.as_u64() <= budget.as_u64(), "{peak} bytes at the peak of {budget}, {threads} threads");
-            let parts = ["program", "resident", "kv", "reconstruction", "activations", "page_cache_reserve", "cache"];
+            let parts = [
+                "program",
+                "resident",
+                "kv",
+                "reconstruction",
+                "activations",
+                "staging",
+                "page_cache_reserve",
+                "cache",
+            ];
             let sum: u64 = parts.iter().map(|part| stats["memory"][part].as_u64().unwrap()).sum();
             assert!(sum <= budget.as_u64().unwrap(), "{}", stats["memory"]);
         }

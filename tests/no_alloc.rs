@@ -12,6 +12,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use engines::{Arithmetic, Model, Reader, Setup, has_ring, open};
+use millstream::checkpoint::convert::{Width, Widths};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::{GuessFrom, GuessRule, Job};
 use millstream_io::IoMode;
@@ -123,10 +124,15 @@ fn a_token_after_the_first_allocates_nothing() {
                 for (threads, sampling, guess) in
                     [(1, Sampling::greedy(), early), (2, drawn, GuessRule { from: GuessFrom::Shared, layers: 1 })]
                 {
-                    let setup = Setup { slabs: 9, reader, io, threads, guess, ..Setup::default() };
-                    let (allocations, reads) = allocations(&arithmetic, &setup, sampling);
-                    assert!(reads > TOKENS as u64, "the pool holds everything: {reads} reads");
-                    assert_eq!(allocations, 0, "{arithmetic:?} {setup:?}, NO_ALLOC_BACKTRACE=1 shows where");
+                    let stored = Setup { slabs: 9, reader, io, threads, guess, ..Setup::default() };
+                    // Those of the tiny model are quantized on their way.
+                    let widths = Widths { experts: Some(Width::Bits4), group: Some(16), ..Widths::default() };
+                    let quantized = Setup { widths, ..stored };
+                    for setup in [stored, quantized].iter().take(1 + usize::from(arithmetic.model == Model::Tiny)) {
+                        let (allocations, reads) = allocations(&arithmetic, setup, sampling);
+                        assert!(reads > TOKENS as u64, "the pool holds everything: {reads} reads");
+                        assert_eq!(allocations, 0, "{arithmetic:?} {setup:?}, NO_ALLOC_BACKTRACE=1 shows where");
+                    }
                 }
             }
         }

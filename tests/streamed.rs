@@ -376,6 +376,7 @@ proptest! {
             policy,
             pins,
             history,
+            widths: RESIDENT.widths,
         };
         let mut engine = open(arithmetic, &setup).unwrap();
         if warm {

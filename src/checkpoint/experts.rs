@@ -2,9 +2,11 @@
 
 use super::arch::{Arch, MlpKind};
 use super::container::MatrixSource;
+use super::convert::Widths;
 use super::error::Result;
-use super::required;
+use super::required::{self, Role};
 use super::tensors::{TensorMap, shared};
+use crate::kernels::{Format, MatrixSpec};
 use millstream_io::FileSpan;
 
 /// The three matrices of one expert.
@@ -32,6 +34,17 @@ impl ExpertSource {
         let adjacent =
             |pair: &&[FileSpan]| pair[0].file == pair[1].file && pair[0].offset + pair[0].len == pair[1].offset;
         spans.len() - spans.windows(2).filter(adjacent).count()
+    }
+
+    /// The forms in which its matrices are held where the experts of their role have these widths; `None` where all stay as
+    /// they are stored. The error is one that is quantized and would have to be again, and to what.
+    pub fn held(&self, role: Role, widths: &Widths) -> std::result::Result<Option<[MatrixSpec; 3]>, (usize, Format)> {
+        let mut held = self.matrices().map(|matrix| matrix.spec);
+        for (at, spec) in held.iter_mut().enumerate() {
+            spec.format = widths.held(role, spec.cols, spec.format).map_err(|asked| (at, asked))?;
+        }
+        let stays = self.matrices().iter().zip(&held).all(|(matrix, held)| matrix.spec == *held);
+        Ok((!stays).then_some(held))
     }
 
     /// Bytes of weights and scales.

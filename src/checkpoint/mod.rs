@@ -28,6 +28,7 @@ pub use arch::Arch;
 pub use container::MatrixSource;
 pub use error::CheckpointError;
 pub use experts::{ExpertIndex, ExpertSource};
+pub(crate) use required::expert_name;
 pub use required::{Part, Required, Shape};
 pub use tensors::{Dtype, TensorInfo, TensorMap};
 

@@ -216,11 +216,16 @@ pub(crate) fn expert(arch: &Arch, layer: usize, expert: usize) -> [Required; 3] 
     let (hidden, width) = (arch.hidden, arch.moe.width);
     let role = if layer == arch.layers.len() { Role::Mtp } else { Role::Expert };
     [("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)].map(|(part, rows, cols)| Required {
-        name: format!("model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"),
+        name: expert_name(layer, expert, part),
         shape: Shape::Matrix { rows, cols },
         role,
         layer: Some(layer),
     })
+}
+
+/// The name of a matrix of an expert: its `gate`, `up` or `down`.
+pub(crate) fn expert_name(layer: usize, expert: usize, part: &str) -> String {
+    format!("model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight")
 }
 
 /// The tensor of this name, if the model uses it.

@@ -148,9 +148,14 @@ pub struct RunArgs {
     pub verbose: bool,
 }
 
-/// Precision of the weights that stay in memory, for whatever opens a model: the same as `convert` has for its container.
+/// Precision of what is quantized on its way, for whatever opens a model: the same as `convert` has for its container.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct WidthArgs {
+    /// Quantize routed experts as they are read, as convert would: 16, 8, 4, 3 or 2 bits. Memory holds more of them, the drive
+    /// reads as much of each as before, and each takes arithmetic when it is read. What is narrower already stays
+    /// [default: as stored]
+    #[arg(long, value_name = "BITS")]
+    pub expert_bits: Option<Width>,
     /// Quantize attention, dense and shared layers while they are loaded, as convert would: 16, 8, 4, 3 or 2 bits. What is
     /// narrower already stays [default: as stored]
     #[arg(long, value_name = "BITS")]
@@ -169,8 +174,8 @@ pub struct WidthArgs {
 impl WidthArgs {
     /// In the terms of the engine.
     pub fn widths(&self) -> Widths {
-        let WidthArgs { dense_bits: dense, io_bits: io, indexer_bits: indexer, group } = *self;
-        Widths { experts: None, dense, io, mtp: None, indexer, group }
+        let WidthArgs { expert_bits: experts, dense_bits: dense, io_bits: io, indexer_bits: indexer, group } = *self;
+        Widths { experts, dense, io, mtp: None, indexer, group }
     }
 }
 

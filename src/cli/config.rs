@@ -155,7 +155,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         timeline: args.timeline.is_some(),
         ..EngineConfig::new(machine.memory.available)
     };
-    engine.resident = decide_widths(&args.engine.widths, &mut settings)?;
+    engine.widths = decide_widths(&args.engine.widths, &mut settings)?;
     decide_arithmetic(&args.engine, &mut engine, &mut settings);
     decide_experts(&args.engine, &mut engine, &mut settings);
     Ok(RunConfig {
@@ -379,10 +379,11 @@ fn decide_mirrors(args: &EngineArgs, settings: &mut Settings) -> Result<Vec<Path
     Ok(args.mirror.clone())
 }
 
-/// What of the weights that stay in memory is quantized while it is loaded.
+/// What of the weights is quantized while it is loaded, or read.
 fn decide_widths(args: &WidthArgs, settings: &mut Settings) -> Result<Widths, Failure> {
-    let WidthArgs { dense_bits, io_bits, indexer_bits, group } = args;
-    for (name, width) in [("dense-bits", dense_bits), ("io-bits", io_bits), ("indexer-bits", indexer_bits)] {
+    let WidthArgs { expert_bits, dense_bits, io_bits, indexer_bits, group } = args;
+    let widths = [("expert-bits", expert_bits), ("dense-bits", dense_bits)];
+    for (name, width) in widths.into_iter().chain([("io-bits", io_bits), ("indexer-bits", indexer_bits)]) {
         let shown = width.map_or_else(|| "as stored".to_owned(), |width| width.to_string());
         settings.add(name, shown, flag_or_default(width));
     }

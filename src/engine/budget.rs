@@ -35,6 +35,8 @@ pub struct Budget {
     pub activations: u64,
     /// Scratch that the experts of a step are computed in. The slabs that a step uses are those of the expert pool.
     pub working: u64,
+    /// Slabs that experts are read into which are quantized on their way; 0 where none is.
+    pub staging: u64,
     /// What the kernel's page cache is left; 0 where reads go around it.
     pub page_cache: u64,
     /// Bytes of a slab for every expert.
@@ -124,6 +126,8 @@ pub struct Demand<'a> {
     pub activations: u64,
     /// Scratch of its experts.
     pub working: u64,
+    /// Slabs that are read into by what is quantized on its way.
+    pub staging: u64,
     /// Bytes of the files that are read through the page cache and stay in it.
     pub buffered: u64,
     /// A slab for every expert: every model has some, and all sizes are above 0.
@@ -142,6 +146,7 @@ impl Demand<'_> {
             reconstruction: self.reconstruction,
             activations: self.activations,
             working: self.working,
+            staging: self.staging,
             page_cache: 0,
             every_expert: self.experts.iter().map(Slabs::all).sum(),
             slabs: self.experts.iter().map(|all| Slabs { count: count.min(all.count), ..*all }).collect(),
@@ -192,7 +197,14 @@ impl Budget {
 
     /// Bytes of everything but the expert pool.
     fn fixed(&self) -> u64 {
-        self.program + self.resident + self.kv + self.reconstruction + self.activations + self.working + self.page_cache
+        self.program
+            + self.resident
+            + self.kv
+            + self.reconstruction
+            + self.activations
+            + self.working
+            + self.staging
+            + self.page_cache
     }
 
     /// Bytes of all slabs.
@@ -211,6 +223,10 @@ impl Budget {
             0 => String::new(),
             bytes => format!("{} page cache + ", shown(bytes)),
         };
+        let staging = match self.staging {
+            0 => String::new(),
+            bytes => format!("{} to quantize experts from + ", shown(bytes)),
+        };
         let slabs = |Slabs { bytes, count }: &Slabs| {
             format!("{count} slab{} of {}", if *count == 1 { "" } else { "s" }, shown(*bytes))
         };
@@ -220,7 +236,7 @@ impl Budget {
             saved => format!(" (of {} stored)", shown(self.resident + saved)),
         };
         format!(
-            "{} program + {} resident{stored} + {} KV + {} attention + {} activations + {page_cache}{} experts ({})",
+            "{} program + {} resident{stored} + {} KV + {} attention + {} activations + {staging}{page_cache}{} experts ({})",
             shown(self.program),
             shown(self.resident),
             shown(self.kv),
@@ -263,6 +279,7 @@ mod tests {
         reconstruction: 0,
         activations: 60,
         working: 40,
+        staging: 0,
         buffered: 0,
         experts: &[Slabs { bytes: 20, count: 1000 }],
     };
@@ -358,6 +375,7 @@ mod tests {
             reconstruction: 12_000,
             activations: 2_000_000,
             working: 990_000,
+            staging: 0,
             experts: &[slabs(6_543_210, 1000)],
             ..DEMAND
         };

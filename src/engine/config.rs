@@ -100,9 +100,9 @@ pub struct EngineConfig {
     /// Whether scales of experts that lie apart from their weights are kept in memory, so that an expert is one read; left
     /// open, where they take little of what the experts get.
     pub keep_scales: Switch,
-    /// Precision of the weights that stay in memory, quantized while they are loaded; what has no width here is held as it
-    /// is stored. Experts are never quantized on their way: their width is not used.
-    pub resident: Widths,
+    /// Precision of weights that are quantized while they are loaded, and of experts while they are read; what has no width
+    /// here is held as it is stored.
+    pub widths: Widths,
     /// Memory for experts.
     pub memory: Memory,
     /// Bytes the machine and its control group have left.
@@ -139,7 +139,7 @@ impl EngineConfig {
             true => Ok(()),
             false => Err(EngineError::Size { name, value, least: *range.start(), most: *range.end() }),
         };
-        self.resident.check()?;
+        self.widths.check()?;
         within("compute threads", self.threads, 1..=MAX_THREADS)?;
         self.switches.check()?;
         within("rows of a prefill chunk", self.prefill_rows, 1..=MAX_ROWS)?;
@@ -163,7 +163,7 @@ impl EngineConfig {
             history: Vec::new(),
             pins: Switch::Auto,
             keep_scales: Switch::Auto,
-            resident: Widths::default(),
+            widths: Widths::default(),
             memory: Memory::Total(None),
             available_bytes,
             program_bytes: 0,

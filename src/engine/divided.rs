@@ -7,7 +7,7 @@ use millstream_io::{Access, FileId, FileSet, SlabPool, settle};
 use super::budget::{Budget, Demand, Narrower, Slabs, TooSmall};
 use super::config::Memory;
 use super::sampler::Sampler;
-use super::{EngineConfig, EngineError, context_of, forms_of, scales, sparse_of};
+use super::{EngineConfig, EngineError, context_of, experts, forms_of, scales, sparse_of};
 use crate::checkpoint::convert::{Width, Widths};
 use crate::checkpoint::{Checkpoint, ExpertSource, mirror};
 use crate::forward::{ExpertScratch, Form, KvCache, State, latent_shape, rope_of};
@@ -33,6 +33,8 @@ pub struct Divided<'a> {
     pub(super) files: Arc<FileSet>,
     /// Of every routed layer, the MTP layer too where it is loaded.
     pub(super) table: ExpertTable,
+    /// Floats that experts are quantized with on their way.
+    pub(super) requantized: usize,
     pub(super) plan: Plan,
     pub(super) budget: Budget,
 }
@@ -53,13 +55,15 @@ impl<'a> Divided<'a> {
         let (mode, _) = settle(config.io, config.device)?;
         let mirrors = mirror::find(&config.mirrors, &checkpoint.tensors)?;
         let files = Arc::new(FileSet::open_mirrored(checkpoint.tensors.paths(), &mirrors, mode)?);
-        let plan = Plan::new(checkpoint, files.clone(), config.load_mtp, &config.resident)?;
+        let plan = Plan::new(checkpoint, files.clone(), config.load_mtp, &config.widths)?;
         let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
+        let requantized = experts::check(checkpoint, config)?;
         let fixed = demand(checkpoint, config, context, sparse, explicit, &files, &plan);
+        let fixed = Demand { working: fixed.working + (requantized * size_of::<f32>()) as u64, ..fixed };
         let memory = config.memory;
         let (table, budget) = divide(checkpoint, config, &files, &fixed, memory).map_err(|error| match error {
             EngineError::TooSmall(e) => {
-                EngineError::TooSmall(TooSmall { narrower: narrower(&plan, &config.resident), ..e })
+                EngineError::TooSmall(TooSmall { narrower: narrower(&plan, &config.widths), ..e })
             }
             other => other,
         })?;
@@ -75,6 +79,7 @@ impl<'a> Divided<'a> {
             decode_form,
             files,
             table,
+            requantized,
             plan,
             budget,
         })
@@ -126,7 +131,8 @@ fn demand(
     let (mut room, mut working) = (Room::counting(), Room::counting());
     // What the explicit form rebuilds is counted by itself.
     State::new(arch, rows, context, threads, false, &mut room);
-    ExpertScratch::new(arch, rows, &mut working);
+    // What experts are quantized with is counted where it is known how many need it.
+    ExpertScratch::new(arch, rows, 0, &mut working);
     rope_of(arch, context, &mut room);
     room.add(Sampler::bytes(arch.vocab));
     if config.timeline {
@@ -146,6 +152,7 @@ fn demand(
         reconstruction: (rebuilt * size_of::<f32>()) as u64,
         activations: room.bytes(),
         working: working.bytes(),
+        staging: 0,
         buffered: cached_bytes(files),
         experts: &[],
     }
@@ -159,9 +166,10 @@ fn divide(
     fixed: &Demand,
     memory: Memory,
 ) -> Result<(ExpertTable, Budget), EngineError> {
-    let layers = checkpoint.arch.layers.len();
-    let drafts = checkpoint.arch.mtp.is_some() && config.load_mtp;
-    let build = |keep| ExpertTable::build(&checkpoint.experts, files, |layer| layer < layers || drafts, keep);
+    let held =
+        |layer, source: &ExpertSource| experts::held(checkpoint.arch.layers.len(), layer, source, &config.widths);
+    let wanted = |layer| experts::is_loaded(checkpoint, config, layer);
+    let build = |keep| ExpertTable::build(&checkpoint.experts, files, wanted, held, keep);
     scales::choose(config, build, |table| with_table(memory, fixed, checkpoint, table))
 }
 
@@ -177,6 +185,7 @@ fn with_table(
     let demand = Demand {
         program: fixed.program + index_bytes(checkpoint, table),
         resident: fixed.resident + table.kept_scales().bytes as u64,
+        staging: table.staging().map_or(0, |(bytes, slabs)| (SlabPool::stride_bytes(bytes) * slabs) as u64),
         experts: &table.sizes().iter().map(slabs).collect::<Vec<_>>(),
         ..*fixed
     };
@@ -201,9 +210,10 @@ fn index_bytes(checkpoint: &Checkpoint, table: &ExpertTable) -> u64 {
     // Those of an MTP layer that is not loaded too.
     let known = checkpoint.experts.layers.iter().flatten().map(Vec::len).sum::<usize>();
     // Every size of slabs has tables over all experts.
-    let of_cached = ExpertTable::ENTRY_BYTES + table.sizes().len() as u64 * EXPERT_RECORD_BYTES;
+    let of_cached = table.sizes().len() as u64 * EXPERT_RECORD_BYTES;
     checkpoint.tensors.len() as u64 * TENSOR_INDEX_BYTES
         + (known * size_of::<ExpertSource>()) as u64
+        + table.own_bytes()
         + table.experts() as u64 * of_cached
 }
 

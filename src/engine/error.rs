@@ -135,7 +135,7 @@ impl EngineError {
                 matches!(
                     e,
                     ForwardError::NotFinite { .. }
-                        | ForwardError::Store(StoreError::Read { .. } | StoreError::Damaged(_))
+                        | ForwardError::Store(StoreError::Read { .. } | StoreError::Damaged(_) | StoreError::Unfit(_))
                 )
             }
             _ => false,
@@ -146,8 +146,9 @@ impl EngineError {
     pub fn hint(&self) -> Option<String> {
         match self {
             EngineError::Checkpoint(e) | EngineError::Resident(LoadError::Checkpoint(e)) => Some(e.hint().into()),
+            EngineError::Forward(ForwardError::Store(StoreError::Unfit(e))) => Some(e.hint().into()),
             EngineError::Resident(LoadError::Requantized { .. }) => Some(
-                "give it no narrower width than it has (--dense-bits, --io-bits, --indexer-bits), or convert \
+                "give it no narrower width than it has (--expert-bits, --dense-bits, --io-bits, --indexer-bits), or convert \
                  the original weights"
                     .into(),
             ),

@@ -5,6 +5,7 @@ pub mod budget;
 pub mod config;
 mod divided;
 pub mod error;
+mod experts;
 mod forced;
 mod generate;
 mod integrity;
@@ -108,7 +109,7 @@ impl Engine {
         let device: OpenDevice = &|files, pool| {
             let device = DeviceConfig {
                 kind,
-                depth_bytes: config.depth.bytes(pool.slab_bytes()),
+                depth_bytes: config.depth.bytes(pool.largest_slab_bytes()),
                 chunk_bytes: config.chunk_bytes,
                 ..DeviceConfig::default()
             };
@@ -130,18 +131,23 @@ impl Engine {
         loaded: &Loaded,
     ) -> Result<Engine, EngineError> {
         let started = Instant::now();
-        let Divided { context, sparse, rows, kernels, prompt_form, decode_form, files, table, plan, budget, .. } =
-            Divided::new(&checkpoint, config)?;
+        let divided = Divided::new(&checkpoint, config)?;
+        let Divided { context, sparse, rows, kernels, prompt_form, decode_form, .. } = divided;
+        let Divided { files, table, requantized, plan, budget, .. } = divided;
         let mut notes = checkpoint.notes().to_vec();
         notes.extend(files.describe());
         notes.push(budget.to_string());
         notes.extend(scales::note(&table));
         notes.extend(narrow_note(&plan));
+        if config.widths.experts.is_some() && table.staging().is_none() {
+            notes.push("experts are stored as narrow as asked, or narrower, and stay".to_owned());
+        }
         let kept = table.kept_scales().clone();
         let (checks, note) = integrity::prepare(config, &checkpoint, &files, &table, device, cancel)?;
         notes.extend(note);
         let sizes: Vec<(usize, usize)> = (table.sizes().iter().zip(&budget.slabs))
             .map(|(size, slabs)| (size.slab_bytes, slabs.count as usize))
+            .chain(table.staging())
             .collect();
         go_on_unless(cancel)?;
         let pool = SlabPool::of_sizes(&sizes)?;
@@ -151,7 +157,8 @@ impl Engine {
         let mut store = ExpertStore::new(table, device, pool);
         store.set_checks(checks);
         store.set_policy(config.policy);
-        let mut experts = Streamed::new(store, ExpertScratch::new(&checkpoint.arch, rows, &mut Room::default()));
+        let mut experts =
+            Streamed::new(store, ExpertScratch::new(&checkpoint.arch, rows, requantized, &mut Room::default()));
         if !config.history.is_empty() {
             experts.store.remember(config.history.clone(), checkpoint.arch.moe.top_k, config.pins.asked());
         }

@@ -323,7 +323,7 @@ impl Stats {
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct MemoryStats {
     /// Bytes the program allowed itself: at least the sum of `program`, `resident`, `kv`, `reconstruction`, `activations`,
-    /// `page_cache_reserve` and `cache`.
+    /// `staging`, `page_cache_reserve` and `cache`.
     pub budget: u64,
     /// The program itself, its tokenizer, and what it knows of the model.
     pub program: u64,
@@ -335,6 +335,8 @@ pub struct MemoryStats {
     pub reconstruction: u64,
     /// Scratch of a step and of its experts.
     pub activations: u64,
+    /// Slabs that experts are read into which are quantized on their way.
+    pub staging: u64,
     /// What the kernel's page cache is left.
     pub page_cache_reserve: u64,
     /// The expert cache.
@@ -412,6 +414,7 @@ impl Engine {
                 kv: self.budget.kv,
                 reconstruction: self.budget.reconstruction,
                 activations: self.budget.activations + self.budget.working,
+                staging: self.budget.staging,
                 page_cache_reserve: self.budget.page_cache,
                 cache: self.budget.experts(),
                 cache_whole: self.budget.every_expert,

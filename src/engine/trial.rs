@@ -14,9 +14,9 @@ use millstream_io::measure::shuffled;
 use millstream_io::{Arena, DeviceConfig, FileSet, SlabPool, open_device, settle};
 
 use super::predict::{GUESSED, Slice, Times};
-use super::{EngineConfig, EngineError, Switch, context_of, forms_of, sparse_of};
+use super::{EngineConfig, EngineError, Switch, context_of, experts, forms_of, sparse_of};
 use crate::checkpoint::arch::MoeArch;
-use crate::checkpoint::{Arch, Checkpoint, ExpertIndex};
+use crate::checkpoint::{Arch, Checkpoint, ExpertIndex, ExpertSource};
 use crate::forward::{
     self, ExpertCall, ExpertExecutor, ExpertScratch, Form, ForwardError, Guess, KvCache, Logits, Model, State, Step,
     Streamed, rope_of,
@@ -79,12 +79,12 @@ impl Trial {
         };
         let (_, kind) = settle(config.io, config.device)?;
         let least = usize::try_from(slice.least).unwrap_or(usize::MAX);
-        let blank = Blank::slice(checkpoint, files, &slice.layers, slice.vocab, &config.resident, least)?;
+        let blank = Blank::slice(checkpoint, files, &slice.layers, slice.vocab, &config.widths, least)?;
         let arch = sliced(&checkpoint.arch, slice);
         let (table, pool, drawn) = slabs(checkpoint, config, slice, files, blank.bytes() as u64, reading)?;
         let device = DeviceConfig {
             kind,
-            depth_bytes: config.depth.bytes(pool.slab_bytes()),
+            depth_bytes: config.depth.bytes(pool.largest_slab_bytes()),
             chunk_bytes: config.chunk_bytes,
             ..DeviceConfig::default()
         };
@@ -105,7 +105,8 @@ impl Trial {
         let (guess, top_k) = (config.switches.guess, arch.moe.top_k);
         store.allow_guesses((1 + guess.layers) * top_k, top_k);
         let room = &mut Room::default();
-        let mut inner = Streamed::new(store, ExpertScratch::new(&arch, 1, room));
+        let requantized = experts::check(checkpoint, config)?;
+        let mut inner = Streamed::new(store, ExpertScratch::new(&arch, 1, requantized, room));
         inner.pipeline = config.switches.pipeline != Switch::Off;
         inner.prefetch = config.switches.guesses().is_some();
         inner.ahead = guess.layers;
@@ -177,7 +178,7 @@ impl Trial {
                 dense: busy(&[Stage::Dense]),
                 choice: busy(&[Stage::Route, Stage::Request, Stage::Hint, Stage::Reduce]),
                 shared: busy(&[Stage::Shared]),
-                experts: busy(&[Stage::Experts]),
+                experts: busy(&[Stage::Quantize, Stage::Experts]),
             },
             wall_s: self.meter.wall().as_secs_f64(),
             reads: (stats.misses + stats.prefetched) as f64 / routed,
@@ -205,12 +206,13 @@ fn slabs(
 ) -> Result<(ExpertTable, SlabPool, Vec<Option<Draw>>), EngineError> {
     let layers = slice.layers.iter().map(|&layer| checkpoint.experts.layers[layer].clone()).collect();
     let index = ExpertIndex { layers };
-    let table = ExpertTable::build(&index, files, |_| true, config.keep_scales != Switch::Off)?;
+    let held = |_, source: &ExpertSource| experts::held(usize::MAX, 0, source, &config.widths);
+    let table = ExpertTable::build(&index, files, |_| true, held, config.keep_scales != Switch::Off)?;
     let (all, top_k) = (checkpoint.arch.moe.experts, slice.top_k);
     // Less than half of the rest stay in the cache after they were drawn: they are drawn again after all others.
     let spare = if reading { top_k.min((all - top_k) / 2).max(1) } else { 0 };
     let of_size = |size: &SlabSize| (size.slab_bytes, size.experts / all * (top_k + spare));
-    let sizes: Vec<(usize, usize)> = table.sizes().iter().map(of_size).collect();
+    let sizes: Vec<(usize, usize)> = table.sizes().iter().map(of_size).chain(table.staging()).collect();
     let strides = sizes.iter().map(|&(bytes, count)| (SlabPool::stride_bytes(bytes) * count) as u64);
     let bytes = resident + strides.sum::<u64>();
     if bytes > config.available_bytes / 2 {
@@ -350,7 +352,7 @@ mod tests {
     #[test]
     fn the_whole_of_a_small_model_is_its_own_slice() {
         let checkpoint = bundled();
-        let work = Work::of(&checkpoint, &EngineConfig::new(0).resident);
+        let work = Work::of(&checkpoint, &EngineConfig::new(0).widths);
         let (slice, files) = (Slice::of(&work, 1 << 30, false), files(&checkpoint));
         let whole = Slice { layers: (0..6).collect(), vocab: checkpoint.arch.vocab, top_k: 4, least: 1 << 30 };
         assert_eq!(slice, whole);

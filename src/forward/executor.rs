@@ -3,7 +3,7 @@
 use super::state::{MlpScratch, quantized};
 use super::{ForwardError, Guess};
 use crate::checkpoint::arch::Arch;
-use crate::kernels::{Input, Quantized};
+use crate::kernels::{Input, Quantized, Requantizer, Unfit};
 use crate::meter::{Meter, Stage};
 use crate::ops::Compute;
 use crate::ops::room::Room;
@@ -74,11 +74,14 @@ pub struct ExpertScratch {
     slots: Vec<f32>,
     quantized: Quantized,
     mlp: MlpScratch,
+    /// For experts that are quantized on their way.
+    requantizer: Requantizer,
 }
 
 impl ExpertScratch {
-    /// Buffers for calls of up to `rows` rows, counted in `room`.
-    pub fn new(arch: &Arch, rows: usize, room: &mut Room) -> ExpertScratch {
+    /// Buffers for calls of up to `rows` rows, counted in `room`; `requantized` floats are for experts that are quantized
+    /// on their way.
+    pub fn new(arch: &Arch, rows: usize, requantized: usize, room: &mut Room) -> ExpertScratch {
         let (hidden, moe) = (arch.hidden, &arch.moe);
         ExpertScratch {
             order: room.empty(rows * moe.top_k),
@@ -89,6 +92,7 @@ impl ExpertScratch {
             slots: room.floats(rows * moe.top_k * hidden),
             quantized: quantized(rows, hidden, room),
             mlp: MlpScratch::new(rows, moe.width, room),
+            requantizer: Requantizer::new(room.floats(requantized)),
         }
     }
 
@@ -177,6 +181,14 @@ impl ExpertExecutor for Streamed {
             let at_once = store.poll()?;
             let Some(lease) = store.next_ready()? else { break };
             meter.lap(if at_once { Stage::Request } else { Stage::Wait });
+            let (Compute { kernels, team, .. }, requantizer) = (call.compute, &mut scratch.requantizer);
+            let quantized = store.quantize(&lease, |weights, held, data, scales| {
+                let made = requantizer.run(kernels, team, weights, held.format, data, scales);
+                made.map_err(|Unfit { row, col, value }| (row, col, value))
+            })?;
+            if quantized {
+                meter.lap(Stage::Quantize);
+            }
             scratch.compute(&call, lease.expert(), &store.weights(&lease));
             store.release(lease)?;
             meter.lap(Stage::Experts);

@@ -58,15 +58,16 @@ pub struct Requantizer {
 }
 
 impl Requantizer {
-    /// Of so many floats, as [`Requantizer::floats`] counts them.
-    pub fn new(floats: usize) -> Requantizer {
-        Requantizer { floats: vec![0.0; floats] }
+    /// With room for as many floats as [`Requantizer::floats`] counts.
+    pub fn new(floats: Vec<f32>) -> Requantizer {
+        Requantizer { floats }
     }
 
-    /// Floats that a team of `threads` needs to make matrices of this form.
+    /// Floats that a team of `threads`, or of fewer, needs to make a matrix of this form.
     pub fn floats(threads: usize, target: &MatrixSpec) -> usize {
-        let (rows_of_task, tasks) = tasks_of(threads, target.rows);
-        tasks * (target.cols + rows_of_task * target.format.scale_count(1, target.cols))
+        // No task has more rows than a thread alone makes of it, and only the last has fewer than others.
+        let (most_of_task, _) = tasks_of(1, target.rows);
+        TASKS * threads * target.cols + (target.rows + most_of_task) * target.format.scale_count(1, target.cols)
     }
 
     /// Writes `w` as `target`: `data` is `[target.data_bytes(rows, cols)]`, and `scales` its little-endian scales. The bytes
@@ -168,7 +169,7 @@ mod tests {
                 }
                 for k in Kernels::all_available() {
                     for threads in [1, 2, 5] {
-                        let mut requantizer = Requantizer::new(Requantizer::floats(threads, &spec));
+                        let mut requantizer = Requantizer::new(vec![0.0; Requantizer::floats(5, &spec)]);
                         let (mut out, mut out_scales) = (vec![9; data.len()], vec![9; scales.len()]);
                         let team = Team::new(threads);
                         requantizer.run(k, &team, &w, target, &mut out, &mut out_scales).unwrap();
@@ -189,7 +190,7 @@ mod tests {
         for target in [Format::Int8Row, Format::Int4Group { group: 16 }, Format::Bf16] {
             let spec = MatrixSpec { format: target, rows, cols };
             for threads in [1, 3] {
-                let mut requantizer = Requantizer::new(Requantizer::floats(threads, &spec));
+                let mut requantizer = Requantizer::new(vec![0.0; Requantizer::floats(threads, &spec)]);
                 let (mut data, mut scales) = (vec![0; spec.data_bytes()], vec![0; spec.scale_bytes()]);
                 let team = Team::new(threads);
                 let unfit = requantizer.run(Kernels::best(), &team, &w, target, &mut data, &mut scales).unwrap_err();

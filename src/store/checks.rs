@@ -157,18 +157,29 @@ impl Checks {
     /// A wrong copy of one of the experts that were taken in unchecked and that `gone` says are not there any more. Some are looked
     /// at, from all layers: what is bad in many places is found, in a bounded time.
     pub(super) fn wrong_copy_of_gone(&self, table: &ExpertTable, gone: impl Fn(usize) -> bool) -> Option<Damaged> {
-        let files = self.files.as_ref()?;
         let gone: Vec<ExpertKey> =
             table.keys().filter(|&key| self.passed[table.index(key)] && gone(table.index(key))).collect();
-        let some = gone.iter().step_by(gone.len().div_ceil(GONE_CHECKED_MAX).max(1));
-        some.flat_map(|&key| (0..files.drives()).map(move |drive| (key, drive))).find_map(|(key, drive)| {
-            let ((span, _), expected) = (table.whole(key)?, self.expected[table.index(key)]?);
+        let mut some = gone.iter().step_by(gone.len().div_ceil(GONE_CHECKED_MAX).max(1));
+        some.find_map(|&key| self.wrong_copy(table, key))
+    }
+
+    /// A wrong copy of an expert, on whichever drive it is.
+    pub(super) fn wrong_copy(&self, table: &ExpertTable, key: ExpertKey) -> Option<Damaged> {
+        let files = self.files.as_ref()?;
+        let ((span, _), expected) = (table.whole(key)?, self.expected[table.index(key)]?);
+        (0..files.drives()).find_map(|drive| {
             let mut bytes = vec![0; span.len as usize];
             files.read_copy(span.file, drive, span.offset, &mut bytes)?.ok()?;
             let shard = files.copy_path(span.file, drive)?.to_owned();
             let found = xxh3_64(&bytes);
             (found != expected).then_some(Damaged { key, shard, span, expected, found })
         })
+    }
+
+    /// Whether a read of `key` that could have been checked came in without.
+    pub(super) fn passed_unchecked(&self, table: &ExpertTable, key: ExpertKey) -> bool {
+        let number = table.index(key);
+        self.expected.get(number).is_some_and(Option::is_some) && self.passed[number]
     }
 
     fn drawn(&self, index: usize) -> bool {

@@ -5,7 +5,7 @@
 //! [`StoreError::Spoilt`], instead of going on as if nothing had happened. Wrong experts are emptied out, the next request
 //! reads them again, and its reads are put right from a drive that is right.
 
-use super::{Content, Damaged, ExpertStore, NO_SLOT, StoreError};
+use super::{Content, Damaged, ExpertKey, ExpertStore, NO_SLOT, StoreError};
 
 /// What was found to be wrong after it had been taken in.
 #[derive(Default)]
@@ -42,9 +42,17 @@ impl ExpertStore {
     /// Something was wrong for the first time: looks at everything that was taken in before.
     pub(super) fn check_what_was_taken_in(&mut self) {
         for slot in 0..self.slots.len() {
-            let Content::Resting(key, slab) = &self.slots[slot] else { continue };
+            let (key, read) = match &self.slots[slot] {
+                Content::Resting(key, _) if self.table.is_quantized(*key) => {
+                    let key = *key;
+                    self.doubt_quantized(slot as u32, key);
+                    continue;
+                }
+                Content::Resting(key, read) | Content::Stored { key, read, .. } => (*key, read),
+                Content::Empty | Content::InFlight { .. } => continue,
+            };
             self.accounts.stats.checked += 1;
-            if let Some(damaged) = self.checks.wrong(&self.table, *key, slab.bytes()) {
+            if let Some(damaged) = self.checks.wrong(&self.table, key, read.bytes()) {
                 self.accounts.stats.discarded += 1;
                 self.spoilt.first.get_or_insert_with(|| damaged.clone());
                 self.throw_away(slot as u32, damaged);
@@ -56,10 +64,29 @@ impl ExpertStore {
         }
     }
 
+    /// What an expert was quantized from cannot be looked at again in memory. In use, its copies on the drives are; else it
+    /// goes, and is read again and checked, and its copies are looked at like those of what was there before.
+    fn doubt_quantized(&mut self, slot: u32, key: ExpertKey) {
+        if !self.checks.passed_unchecked(&self.table, key) {
+            return;
+        }
+        if !self.placement.is_held(slot) {
+            if self.guesses.used(slot) {
+                self.waste(key);
+            }
+            return self.forget(slot, key);
+        }
+        if let Some(damaged) = self.checks.wrong_copy(&self.table, key) {
+            self.accounts.stats.discarded += 1;
+            self.spoilt.first.get_or_insert_with(|| damaged.clone());
+            self.spoilt.held.push((slot, damaged));
+        }
+    }
+
     /// Empties the slot of a wrong expert, or makes a note of it where it is in use. It may hold another one by now.
     fn throw_away(&mut self, slot: u32, damaged: Damaged) {
         let key = damaged.key;
-        if !matches!(self.slots[slot as usize], Content::Resting(now, _) if now == key) {
+        if self.slots[slot as usize].arrived() != Some(key) {
             return;
         }
         if self.placement.is_held(slot) {
@@ -69,6 +96,11 @@ impl ExpertStore {
         if self.guesses.used(slot) {
             self.waste(key);
         }
+        self.forget(slot, key);
+    }
+
+    /// Empties a slot that nobody uses: it is the first to be reused.
+    pub(super) fn forget(&mut self, slot: u32, key: ExpertKey) {
         self.slots[slot as usize] = Content::Empty;
         let number = self.table.index(key);
         self.slot_of[number] = NO_SLOT;

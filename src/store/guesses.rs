@@ -9,7 +9,7 @@
 
 use millstream_io::{Priority, Slab};
 
-use super::{Content, ExpertKey, ExpertStore, NO_SLOT};
+use super::{ExpertKey, ExpertStore, NO_SLOT};
 
 /// Slots that hold guesses.
 pub(super) struct Guesses {
@@ -140,6 +140,9 @@ impl ExpertStore {
             if self.slot_of[self.table.index(key)] != NO_SLOT {
                 continue;
             }
+            if !self.may_stage(key, true) {
+                return;
+            }
             let Some((slot, slab)) = self.claim(key) else { return };
             if self.submit(key, slot, slab, Priority::Lookahead).is_err() {
                 return;
@@ -165,11 +168,10 @@ impl ExpertStore {
     /// slabs come back from the device for it.
     pub(super) fn judge_guesses(&mut self, layer: usize) -> bool {
         while let Some(slot) = self.guesses.next_wrong(layer as u16) {
-            let Content::Resting(key, _) = self.slots[slot as usize] else {
+            let Some(key) = self.slots[slot as usize].arrived() else {
                 unreachable!("slot {slot} holds a guess and no expert")
             };
-            self.waste(key);
-            self.placement.discard(slot, self.table.index(key) as u32);
+            self.waste_in(slot, key);
         }
         // Guesses for later layers go with them: the next hint for the next layer is the better one, and for those after it
         // there is another only where hints go as far.
@@ -184,7 +186,14 @@ impl ExpertStore {
         }
         self.placement.let_go(slot);
         if self.guesses.arrived(slot) == Fate::Wrong {
-            self.waste(key);
+            self.waste_in(slot, key);
+        }
+    }
+
+    /// A guess was for nothing: what is in its slot is the next victim, or goes at once where it is not yet quantized.
+    fn waste_in(&mut self, slot: u32, key: ExpertKey) {
+        self.waste(key);
+        if !self.drop_if_stored(slot) {
             self.placement.discard(slot, self.table.index(key) as u32);
         }
     }

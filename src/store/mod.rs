@@ -18,6 +18,7 @@ mod placement;
 pub mod policy;
 mod scales;
 mod sizes;
+mod staged;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -30,6 +31,7 @@ use std::sync::Arc;
 use millstream_io::{Arena, Completion, Device, FileSet, IoError, Priority, Read, RejectReason, Slab, SlabPool, Wait};
 use thiserror::Error;
 
+use crate::checkpoint::CheckpointError;
 use crate::kernels::WeightRef;
 use accounts::Accounts;
 pub use accounts::{ReadRecord, StoreStats};
@@ -68,6 +70,9 @@ pub enum StoreError {
     /// The read went well and the bytes are wrong; the store stays usable and keeps nothing of them.
     #[error(transparent)]
     Damaged(#[from] Damaged),
+    /// The read went well and a weight cannot be quantized; the store stays usable.
+    #[error(transparent)]
+    Unfit(Box<CheckpointError>),
     /// What was served before was wrong, and is found out only now: what was computed from it is of no worth. The store
     /// stays usable and keeps nothing of it.
     #[error(
@@ -112,12 +117,30 @@ pub struct ExpertWeights<'a> {
 
 enum Content {
     Empty,
-    /// The slab is with the device; `wanted` where the current request waits for it, else it is a guess.
+    /// The slab that is read into is with the device; `wanted` where the current request waits for it, else it is a guess.
+    /// `own` is the slab of an expert that is read into another one.
     InFlight {
         key: ExpertKey,
         wanted: bool,
+        own: Option<Slab>,
+    },
+    /// Read, and not yet made into what its own slab is to hold: a guess, or ready for the current request.
+    Stored {
+        key: ExpertKey,
+        read: Slab,
+        own: Slab,
     },
     Resting(ExpertKey, Slab),
+}
+
+impl Content {
+    /// The expert that is there.
+    fn arrived(&self) -> Option<ExpertKey> {
+        match self {
+            Content::Stored { key, .. } | Content::Resting(key, _) => Some(*key),
+            Content::Empty | Content::InFlight { .. } => None,
+        }
+    }
 }
 
 /// See the module's description.
@@ -152,13 +175,13 @@ pub struct ExpertStore {
 const NO_SLOT: u32 = u32::MAX;
 
 impl ExpertStore {
-    /// A store over `pool`, every slab of it free and of the sizes of `table`, reading through `device`.
+    /// A store over `pool`, every slab of it free and of the sizes of `table` and of its staging, reading through `device`.
     pub fn new(table: ExpertTable, device: Box<dyn Device>, pool: SlabPool) -> ExpertStore {
         let slots: Vec<usize> = (0..table.sizes().len()).map(|size| pool.slabs_of(size)).collect();
         let size_of = table.keys().map(|key| table.size_of(key.layer.into()) as u16).collect();
         let widest = table.widest_layer();
         ExpertStore {
-            slots: (0..pool.slabs()).map(|_| Content::Empty).collect(),
+            slots: (0..slots.iter().sum()).map(|_| Content::Empty).collect(),
             slot_of: vec![NO_SLOT; table.experts()],
             placement: Placement::new(PolicyKind::default(), &table.routed_layers(), &slots, size_of),
             missing: VecDeque::with_capacity(widest),
@@ -223,7 +246,7 @@ impl ExpertStore {
     pub fn tier(&self, key: ExpertKey) -> Tier {
         let number = self.table.index(key);
         let slot = self.slot_of[number];
-        match slot != NO_SLOT && matches!(self.slots[slot as usize], Content::Resting(..)) {
+        match slot != NO_SLOT && self.slots[slot as usize].arrived().is_some() {
             false => Tier::Disk,
             true if self.placement.is_pinned(number as Key) => Tier::Pinned,
             true => Tier::Cached,
@@ -245,9 +268,14 @@ impl ExpertStore {
         self.table.total_useful_bytes() / (self.table.experts() as u64).max(1)
     }
 
-    /// Slabs that hold an expert. With the pool's free ones they are all slabs, unless a request is being served.
+    /// Slabs that hold an expert, or are to. With the pool's free ones they are all slabs, unless a request is being served.
     pub fn resting(&self) -> usize {
-        self.slots.iter().filter(|slot| matches!(slot, Content::Resting(..))).count()
+        let slabs = |slot: &Content| match slot {
+            Content::Resting(..) => 1,
+            Content::Stored { .. } => 2,
+            Content::Empty | Content::InFlight { .. } => 0,
+        };
+        self.slots.iter().map(slabs).sum()
     }
 
     /// Begins serving `experts` (ascending, without repeats) of `layer`: hits become ready at once, the reads of misses
@@ -312,10 +340,10 @@ impl ExpertStore {
         loop {
             self.confirm_or_abandon()?;
             if let Some(slot) = self.ready.pop_front() {
-                let Content::Resting(key, _) = &self.slots[slot as usize] else {
+                let Some(key) = self.slots[slot as usize].arrived() else {
                     unreachable!("slot {slot} is ready but holds no expert");
                 };
-                return Ok(Some(Lease { slot, key: *key }));
+                return Ok(Some(Lease { slot, key }));
             }
             if self.awaited == 0 {
                 if self.missing.is_empty() {
@@ -354,10 +382,10 @@ impl ExpertStore {
         Ok(())
     }
 
-    /// The weights of a leased expert.
+    /// The weights of a leased expert, after [`ExpertStore::quantize`] where the table quantizes any.
     pub fn weights(&self, lease: &Lease) -> ExpertWeights<'_> {
         let Content::Resting(key, slab) = &self.slots[lease.slot as usize] else {
-            unreachable!("a leased slot always rests");
+            unreachable!("a leased slot rests, once it is quantized");
         };
         self.table.weights(*key, slab.bytes(), self.scales.as_ref().map_or(&[], Arena::as_slice))
     }
@@ -382,6 +410,7 @@ impl ExpertStore {
     fn let_go_of_ready(&mut self) {
         while let Some(slot) = self.ready.pop_front() {
             self.placement.let_go(slot);
+            self.drop_if_stored(slot);
         }
     }
 
@@ -390,7 +419,7 @@ impl ExpertStore {
         let guessed = self.guesses.used(slot);
         self.placement.hit(slot, number);
         match &mut self.slots[slot as usize] {
-            Content::Resting(..) => {
+            Content::Resting(..) | Content::Stored { .. } => {
                 *(if guessed { &mut self.accounts.stats.prefetched } else { &mut self.accounts.stats.hits }) += 1;
                 self.accounts.stats.pinned += u64::from(!guessed && self.placement.is_pinned(number));
                 self.placement.hold(slot);
@@ -409,6 +438,10 @@ impl ExpertStore {
 
     fn submit_missing(&mut self) -> Result<(), StoreError> {
         while let Some(&key) = self.missing.front() {
+            // A slab to read into is free again when what it holds is quantized.
+            if !self.may_stage(key, false) {
+                break;
+            }
             let Some((slot, slab)) = self.claim(key) else { break };
             if let Err(why) = self.submit(key, slot, slab, Priority::Demand) {
                 let error = match why {
@@ -430,7 +463,8 @@ impl ExpertStore {
     /// Gives the device a read into a claimed slot; where it does not take it, the slot is empty again.
     fn submit(&mut self, key: ExpertKey, slot: u32, slab: Slab, priority: Priority) -> Result<(), RejectReason> {
         let read = Read { tag: slot.into(), priority, segments: self.table.segments(key) };
-        self.slots[slot as usize] = Content::InFlight { key, wanted: priority == Priority::Demand };
+        let (into, own) = self.stage(key, slab);
+        self.slots[slot as usize] = Content::InFlight { key, wanted: priority == Priority::Demand, own };
         self.accounts.submits(slot);
         let number = self.table.index(key);
         self.slot_of[number] = slot;
@@ -438,7 +472,7 @@ impl ExpertStore {
         if priority == Priority::Demand {
             self.placement.join(slot, number as Key);
         }
-        self.device.submit(read, slab).map_err(|rejected| {
+        self.device.submit(read, into).map_err(|rejected| {
             self.clear(slot, key);
             rejected.why
         })
@@ -468,7 +502,9 @@ impl ExpertStore {
                 self.slot_of[number] = NO_SLOT;
                 Some((slot, slab))
             }
-            Content::InFlight { key, .. } => unreachable!("slot {slot} of {key:?} is a victim while it is being read"),
+            Content::InFlight { key, .. } | Content::Stored { key, .. } => {
+                unreachable!("slot {slot} of {key:?} is a victim before it was lent")
+            }
         }
     }
 
@@ -503,7 +539,8 @@ impl ExpertStore {
             Err(e) => return Err(self.died(e)),
         };
         let slot = done.tag as u32;
-        let Content::InFlight { key, wanted } = self.slots[slot as usize] else {
+        let content = std::mem::replace(&mut self.slots[slot as usize], Content::Empty);
+        let Content::InFlight { key, wanted, own } = content else {
             unreachable!("the device completed slot {slot}, which is not being read");
         };
         if done.result == Err(IoError::Cancelled) {
@@ -518,7 +555,10 @@ impl ExpertStore {
         match result {
             Ok(()) => {
                 self.accounts.stats.useful_bytes += self.table.useful_bytes(key);
-                self.slots[slot as usize] = Content::Resting(key, slab);
+                self.slots[slot as usize] = match own {
+                    None => Content::Resting(key, slab),
+                    Some(own) => Content::Stored { key, read: slab, own },
+                };
             }
             // The slab goes back to the pool: nothing half-read is kept.
             Err(_) => {

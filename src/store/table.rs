@@ -6,6 +6,7 @@ use thiserror::Error;
 use super::policy::Layers;
 use super::scales::KeptScales;
 use super::sizes::{SlabSize, group};
+use super::staged::Staged;
 use super::{ExpertKey, ExpertWeights};
 use crate::checkpoint::{ExpertIndex, ExpertSource, MatrixSource};
 use crate::kernels::{MatrixSpec, WeightRef};
@@ -22,22 +23,41 @@ pub struct TableError {
 }
 
 #[derive(Clone, Copy)]
-struct Matrix {
-    spec: MatrixSpec,
-    data: Place,
-    scales: Place,
+pub(super) struct Matrix {
+    pub(super) spec: MatrixSpec,
+    pub(super) data: Place,
+    pub(super) scales: Place,
 }
 
-struct Entry {
+impl Matrix {
+    /// Its weights, their scales apart.
+    pub(super) fn weights<'a>(&self, data: &'a [u8], scales: &'a [u8]) -> WeightRef<'a> {
+        let bytes = |from: &'a [u8], p: Place| &from[p.at as usize..][..p.len as usize];
+        WeightRef::new(self.spec, bytes(data, self.data), bytes(scales, self.scales))
+    }
+}
+
+pub(super) struct Entry {
     segments: Segments,
     useful_bytes: u32,
-    /// From the first useful byte of the slab to the last, where the expert lies in one piece.
+    /// From the first useful byte that is read to the last, where the expert lies in one piece.
     whole: Option<Place>,
     /// Whether its scales are not in the slab but among those that are kept.
     scales_kept: bool,
     gate: Matrix,
     up: Matrix,
     down: Matrix,
+}
+
+impl Entry {
+    pub(super) fn matrices(&self) -> [Matrix; 3] {
+        [self.gate, self.up, self.down]
+    }
+
+    /// The same reads for a slab that holds other matrices.
+    pub(super) fn holding(self, [gate, up, down]: [Matrix; 3]) -> Entry {
+        Entry { gate, up, down, ..self }
+    }
 }
 
 /// All experts of a model, by key.
@@ -50,22 +70,31 @@ pub struct ExpertTable {
     sizes: Vec<SlabSize>,
     size_of: Vec<Option<u16>>,
     kept: KeptScales,
+    /// What is quantized on its way.
+    staged: Staged,
 }
 
 impl ExpertTable {
-    /// Memory that an expert takes in the table.
-    pub const ENTRY_BYTES: u64 = size_of::<Entry>() as u64;
-
-    /// Plans the reads of every expert in `index` for which `wanted(layer)` holds. Where `keep_scales`, scales that lie apart
-    /// from their weights and are few are not part of the reads: the store is to be given them.
+    /// Plans the reads of every expert in `index` for which `wanted(layer)` holds. `held(layer, source)` says in which forms
+    /// its matrices are held, where those are others than they are stored in: it is quantized on its way. Where
+    /// `keep_scales`, scales that lie apart from their weights and are few are not part of the reads of what is not: the
+    /// store is to be given them.
     pub fn build(
         index: &ExpertIndex,
         files: &FileSet,
         wanted: impl Fn(usize) -> bool,
+        held: impl Fn(usize, &ExpertSource) -> Option<[MatrixSpec; 3]>,
         keep_scales: bool,
     ) -> Result<ExpertTable, TableError> {
-        let kept = KeptScales::default();
-        let mut table = ExpertTable { entries: vec![], first: vec![], widest: 0, sizes: vec![], size_of: vec![], kept };
+        let mut table = ExpertTable {
+            entries: vec![],
+            first: vec![],
+            widest: 0,
+            sizes: vec![],
+            size_of: vec![],
+            kept: KeptScales::default(),
+            staged: Staged::default(),
+        };
         let mut layers = Vec::with_capacity(index.layers.len());
         for (layer, experts) in index.layers.iter().enumerate() {
             table.first.push(table.entries.len() as u32);
@@ -74,8 +103,13 @@ impl ExpertTable {
             let mut size = SlabSize { slab_bytes: 0, experts: experts.len() };
             for (expert, source) in experts.iter().enumerate() {
                 let key = ExpertKey { layer: layer as u16, expert: expert as u16 };
-                let kept = keep_scales.then_some(&mut table.kept);
-                let (entry, slab_bytes) = plan(source, files, kept).map_err(|source| TableError { key, source })?;
+                let held = held(layer, source);
+                let kept = Some(&mut table.kept).filter(|_| keep_scales && held.is_none());
+                let planned = plan(source, files, kept).map_err(|source| TableError { key, source })?;
+                let (entry, slab_bytes) = match held {
+                    None => planned,
+                    Some(held) => table.staged.quantized(table.entries.len(), source, planned, held, files),
+                };
                 size.slab_bytes = size.slab_bytes.max(slab_bytes);
                 table.entries.push(entry);
             }
@@ -94,6 +128,27 @@ impl ExpertTable {
     /// Which of the sizes the experts of `layer` need; the layer must have some.
     pub(super) fn size_of(&self, layer: usize) -> usize {
         self.size_of[layer].map_or(0, usize::from)
+    }
+
+    /// Slabs that are read into besides, as their size and how many there are, where experts are quantized on their way. A
+    /// pool for the table has them behind all others.
+    pub fn staging(&self) -> Option<(usize, usize)> {
+        self.staged.slabs()
+    }
+
+    /// What is quantized on its way.
+    pub(super) fn staged(&self) -> &Staged {
+        &self.staged
+    }
+
+    /// Whether the expert is quantized on its way.
+    pub(super) fn is_quantized(&self, key: ExpertKey) -> bool {
+        self.staged.get(self.index(key)).is_some()
+    }
+
+    /// Bytes of memory that the table takes.
+    pub fn own_bytes(&self) -> u64 {
+        (self.entries.len() * size_of::<Entry>()) as u64 + self.staged.own_bytes()
     }
 
     /// Scales that are kept, and their places.
@@ -145,7 +200,7 @@ impl ExpertTable {
         self.entries[self.index(key)].segments.len_bytes()
     }
 
-    /// Where the expert lies, from its first useful byte to its last, in the file and in its slab; `None` where it is
+    /// Where the expert lies, from its first useful byte to its last, in the file and in the slab that it is read into; `None` where it is
     /// gathered from several pieces.
     pub(super) fn whole(&self, key: ExpertKey) -> Option<(FileSpan, Place)> {
         let e = &self.entries[self.index(key)];
@@ -171,9 +226,13 @@ impl ExpertTable {
     pub(super) fn weights<'a>(&self, key: ExpertKey, slab: &'a [u8], kept: &'a [u8]) -> ExpertWeights<'a> {
         let e = &self.entries[self.index(key)];
         let scales = if e.scales_kept { kept } else { slab };
-        let bytes = |from: &'a [u8], p: Place| &from[p.at as usize..][..p.len as usize];
-        let matrix = |m: &Matrix| WeightRef::new(m.spec, bytes(slab, m.data), bytes(scales, m.scales));
+        let matrix = |m: &Matrix| m.weights(slab, scales);
         ExpertWeights { gate: matrix(&e.gate), up: matrix(&e.up), down: matrix(&e.down) }
+    }
+
+    /// The matrices of an expert in its slab.
+    pub(super) fn matrices(&self, key: ExpertKey) -> [Matrix; 3] {
+        self.entries[self.index(key)].matrices()
     }
 }
 

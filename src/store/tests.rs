@@ -90,7 +90,7 @@ fn copied(fixture: &mut Fixture, change: impl Fn(&mut [u8])) -> (tempfile::TempD
 
 impl Fixture {
     fn table(&self) -> ExpertTable {
-        ExpertTable::build(&self.index, &self.files, |_| true, false).unwrap()
+        ExpertTable::build(&self.index, &self.files, |_| true, |_, _| None, false).unwrap()
     }
 
     fn store(&self, slabs: usize, device: impl Fn(&SlabPool) -> Box<dyn Device>) -> ExpertStore {
@@ -536,6 +536,7 @@ proptest! {
                 Err(StoreError::Device(e)) => prop_assert!(false, "the device lives: {e}"),
                 Err(StoreError::Damaged(e)) => prop_assert!(false, "nothing is checked: {e}"),
                 Err(StoreError::Spoilt(e)) => prop_assert!(false, "nothing is checked: {e}"),
+                Err(StoreError::Unfit(e)) => prop_assert!(false, "nothing is quantized: {e}"),
                 Err(StoreError::GivenUp) => prop_assert!(false, "nobody watches"),
             }
             assert_no_slab_is_lost(&store);

@@ -111,9 +111,10 @@ impl ExpertStore {
                     outcome = Err(StoreError::Device(e));
                 }
                 // What failed is of no interest any more.
-                Ok(()) | Err(StoreError::Read { .. } | StoreError::Damaged(_) | StoreError::Spoilt(_)) => {
-                    self.let_go_of_ready()
-                }
+                Ok(())
+                | Err(
+                    StoreError::Read { .. } | StoreError::Damaged(_) | StoreError::Unfit(_) | StoreError::Spoilt(_),
+                ) => self.let_go_of_ready(),
             }
         }
         // A read that a dying device gave back would be missing again.
@@ -138,8 +139,8 @@ impl ExpertStore {
     /// Describes what is waited for.
     fn hung(&self, waited: Duration) -> Notice {
         // Guesses are waited for only when nothing else is.
-        let keys = self.slots.iter().filter_map(|slot| match *slot {
-            Content::InFlight { key, wanted } if wanted || self.awaited == 0 => Some(key),
+        let keys = self.slots.iter().filter_map(|slot| match slot {
+            Content::InFlight { key, wanted, .. } if *wanted || self.awaited == 0 => Some(*key),
             _ => None,
         });
         let first = keys.min_by_key(|&key| self.table.file_order(key));

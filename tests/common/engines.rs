@@ -9,7 +9,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use millstream::checkpoint::Checkpoint;
-use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
+use millstream::checkpoint::convert::{ConvertOptions, Width, Widths, convert};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::{
     Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, GuessFrom, GuessRule, Job, Memory,
@@ -176,6 +176,8 @@ pub struct Setup {
     pub pins: Switch,
     /// A history of selections, drawn by this seed.
     pub history: Option<u64>,
+    /// What is quantized while it is loaded, or read.
+    pub widths: Widths,
 }
 
 impl Setup {
@@ -195,6 +197,7 @@ impl Setup {
         policy: PolicyKind::Lookahead,
         pins: Switch::Auto,
         history: None,
+        widths: Widths { experts: None, dense: None, io: None, mtp: None, indexer: None, group: None },
     };
 }
 
@@ -206,7 +209,7 @@ impl Default for Setup {
 
 pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
     let Setup { slabs, reader, io, threads, rows, isa, depth, chunk_bytes, pipeline, prefetch, .. } = *setup;
-    let Setup { guess, policy, pins, history, .. } = *setup;
+    let Setup { guess, policy, pins, history, widths, .. } = *setup;
     EngineConfig {
         io,
         device: match reader {
@@ -220,6 +223,7 @@ pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
         switches: Switches { pipeline, prefetch, guess },
         policy,
         pins,
+        widths,
         // Enough selections to be trusted, of some experts more than of others.
         history: history.map_or_else(Vec::new, |seed| (0..200).map(|key| (seed ^ key) * 7919 % 100_003).collect()),
         threads,
@@ -257,7 +261,12 @@ pub fn slowed(seed: u64) -> ThrottleConfig {
 }
 
 pub fn open(arithmetic: &Arithmetic, setup: &Setup) -> Result<Engine, EngineError> {
-    let (checkpoint, config) = (Checkpoint::open(&arithmetic.model.dir())?, config(arithmetic, setup));
+    open_at(&arithmetic.model.dir(), arithmetic, setup)
+}
+
+/// Another model than that of `arithmetic`.
+pub fn open_at(dir: &Path, arithmetic: &Arithmetic, setup: &Setup) -> Result<Engine, EngineError> {
+    let (checkpoint, config) = (Checkpoint::open(dir)?, config(arithmetic, setup));
     match setup.reader {
         Reader::Ring | Reader::Threads | Reader::Map => Engine::open(checkpoint, &config),
         Reader::Shuffled(seed) => {

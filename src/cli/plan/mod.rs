@@ -175,11 +175,12 @@ impl Plan {
         let timed_engine = EngineConfig { keep_scales, ..engine.clone() };
         let (usage, warning) = Usage::open(&config.usage, checkpoint, machine);
         warning.iter().for_each(|line| render::note(false, line));
-        let work = Work::of(checkpoint, &engine.resident);
+        let work = Work::of(checkpoint, &engine.widths);
         let expert_bytes = checkpoint.token_expert_bytes() as f64 / work.used().max(1) as f64;
         let told = told_of_drive(args, checkpoint, machine);
         let holes = speed::holes(checkpoint);
-        let reading = told.is_none() && holes.is_none();
+        // What a read costs in arithmetic is to be known too, where experts are quantized.
+        let reading = holes.is_none() && (told.is_none() || divided.budget().staging > 0);
         let timed = match args.untimed {
             true => Err("not asked for".to_owned()),
             false => timed(checkpoint, divided.files(), &work, &timed_engine, reading, machine)

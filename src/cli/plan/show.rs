@@ -138,6 +138,7 @@ pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
             "working": budget.working,
             "reconstruction": budget.reconstruction,
             "activations": budget.activations,
+            "staging": budget.staging,
             "page_cache_reserve": budget.page_cache,
             "experts": budget.experts(),
         },

@@ -39,7 +39,7 @@ fn class_of(stage: &str) -> &'static str {
     match stage {
         "attention" => "fill-attention",
         "experts" => "fill-experts",
-        "shared" | "dense" | "reduce" => "fill-kin",
+        "shared" | "dense" | "quantize" | "reduce" => "fill-kin",
         "route" | "request" | "hint" => "fill-book",
         "wait" => "fill-wait",
         "embed" | "head" | "sample" => "fill-ends",

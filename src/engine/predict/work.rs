@@ -4,6 +4,7 @@ use millstream_io::measure::median;
 
 use super::Line;
 use crate::checkpoint::convert::Widths;
+use crate::checkpoint::required::Role;
 use crate::checkpoint::{Checkpoint, ExpertSource, Part};
 use crate::kernels::MatrixSpec;
 
@@ -39,7 +40,7 @@ pub struct LayerWork {
 }
 
 impl Work {
-    /// The work of a token of `checkpoint`, whose resident weights are held in `widths`.
+    /// The work of a token of `checkpoint`, whose weights are held in `widths`.
     pub fn of(checkpoint: &Checkpoint, widths: &Widths) -> Work {
         let arch = &checkpoint.arch;
         let (mut layers, mut head) = (vec![LayerWork::default(); arch.layers.len()], 0);
@@ -65,8 +66,12 @@ impl Work {
         for (layer, sources) in layers.iter_mut().zip(&checkpoint.experts.layers) {
             let Some(sources) = sources else { continue };
             experts += sources.len() as u64;
-            let matrices = sources.iter().flat_map(ExpertSource::matrices);
-            let bytes: u64 = matrices.map(|matrix| matrix.spec.data_bytes() as u64).sum();
+            // As it is computed with: what it takes to read it is another thing.
+            let held = |source: &ExpertSource| {
+                let stored = || source.matrices().map(|matrix| matrix.spec);
+                source.held(Role::Expert, widths).unwrap_or_default().unwrap_or_else(stored)
+            };
+            let bytes: u64 = sources.iter().flat_map(held).map(|spec| spec.data_bytes() as u64).sum();
             layer.expert = Some(bytes / sources.len().max(1) as u64);
         }
         Work { head, vocab: arch.vocab as u64, layers, top_k: arch.moe.top_k as u64, experts }
