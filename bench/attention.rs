@@ -11,7 +11,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use millstream::kernels::{Format, Kernels, MatrixSpec, Team, WeightRef};
+use millstream::kernels::{Format, Kernels, MatrixSpec, Table, Team, WeightRef, bf16_of};
 use millstream::ops::attention::Attended;
 use millstream::ops::attention::latent::{self, Scratch, Shape};
 use millstream::ops::indexer::Selection;
@@ -39,17 +39,20 @@ struct Case {
     rows: usize,
     positions: usize,
     threads: usize,
+    /// Whether the cache is held in halves.
+    halves: bool,
 }
 
 impl Case {
-    fn new(work: Work, rows: usize, positions: usize, threads: usize) -> Case {
+    fn new(work: Work, rows: usize, positions: usize, threads: usize, halves: bool) -> Case {
         let kind = match work {
             Work::Absorbed { listed: false } => "absorbed",
             Work::Absorbed { listed: true } => "absorbed-2048-of",
             Work::Explicit => "explicit",
             Work::Select => "select",
         };
-        Case { name: format!("{kind} r{rows} p{positions} t{threads}"), work, rows, positions, threads }
+        let held = if halves { " bf16" } else { "" };
+        Case { name: format!("{kind} r{rows} p{positions} t{threads}{held}"), work, rows, positions, threads, halves }
     }
 
     /// Multiplications of the definition: of the rows with positions, and of what goes before and after.
@@ -83,7 +86,9 @@ struct Stock {
     kv_b: Vec<u8>,
     scales: Vec<u8>,
     cache: Vec<f32>,
+    cache_halves: Vec<u16>,
     keys: Vec<f32>,
+    keys_halves: Vec<u16>,
     queries: Vec<f32>,
 }
 
@@ -92,27 +97,30 @@ const KV_B: MatrixSpec =
 
 impl Stock {
     fn new(positions: usize, rows: usize) -> Stock {
+        let (cache, keys) = (noise(positions * SHAPE.cached(), 1), noise(positions * INDEX_DIM, 2));
         Stock {
             kv_b: (0..KV_B.data_bytes()).map(|i| (i * 37 % 251) as u8).collect(),
             scales: (0..KV_B.rows).flat_map(|_| 0.001f32.to_le_bytes()).collect(),
-            cache: noise(positions * SHAPE.cached(), 1),
-            keys: noise(positions * INDEX_DIM, 2),
+            cache_halves: cache.iter().map(|value| bf16_of(*value)).collect(),
+            cache,
+            keys_halves: keys.iter().map(|value| bf16_of(*value)).collect(),
+            keys,
             queries: noise(rows * SHAPE.heads * SHAPE.query(), 3),
         }
     }
 
     /// Seconds of one layer.
     fn run(&self, case: &Case, compute: &Compute) -> f64 {
-        let Case { work, rows, positions, threads, .. } = *case;
+        let Case { work, rows, positions, threads, halves, .. } = *case;
         let (s, first) = (SHAPE, positions - rows);
         let queries = &self.queries[..rows * s.heads * s.query()];
-        let cache = &self.cache[..positions * s.cached()];
+        let cache = if halves { Table::Bf16(&self.cache_halves) } else { Table::F32(&self.cache) };
         let kv_b = WeightRef::new(KV_B, &self.kv_b, &self.scales);
         let room = &mut Room::default();
         if let Work::Select = work {
             let mut selection = Selection::new(rows, positions, TOP_K.min(positions / 2), room);
             let (queries, weights) = (&self.queries[..rows * INDEX_HEADS * INDEX_DIM], vec![0.1; rows * INDEX_HEADS]);
-            let keys = &self.keys[..positions * INDEX_DIM];
+            let keys = if halves { Table::Bf16(&self.keys_halves) } else { Table::F32(&self.keys) };
             let mut call = || {
                 let started = Instant::now();
                 selection.select(compute, INDEX_HEADS, INDEX_DIM, first, queries, &weights, keys);
@@ -202,7 +210,8 @@ fn cases(measuring: bool) -> Vec<Case> {
     let mut cases = vec![];
     if !measuring {
         let small = [(absorbed, 1, 40), (listed, 1, 40), (Work::Explicit, 20, 40), (Work::Select, 2, 40)];
-        return small.into_iter().map(|(work, rows, positions)| Case::new(work, rows, positions, 2)).collect();
+        let both = small.into_iter().flat_map(|case| [(case, false), (case, true)]);
+        return both.map(|((work, rows, positions), halves)| Case::new(work, rows, positions, 2, halves)).collect();
     }
     for threads in [1, 2] {
         for (work, rows, positions) in [
@@ -216,7 +225,7 @@ fn cases(measuring: bool) -> Vec<Case> {
             (Work::Explicit, 512, 512),
             (absorbed, 64, 512),
         ] {
-            cases.push(Case::new(work, rows, positions, threads));
+            cases.extend([false, true].map(|halves| Case::new(work, rows, positions, threads, halves)));
         }
     }
     cases

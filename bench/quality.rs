@@ -18,11 +18,14 @@ use std::path::Path;
 
 use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::container::MatrixSource;
-use millstream::engine::{Activations, Engine};
+use millstream::engine::quality::{Estimate, Quality, Window};
+use millstream::engine::{Activations, Engine, EngineConfig, KvBits};
 use scores::{argmaxes, nll};
 
 /// Ids of the window of a test run.
 const SMOKE_IDS: usize = 48;
+/// Positions of the longest context.
+const CONTEXT: usize = 4096;
 
 fn main() {
     let full = std::env::args().any(|a| a == "--bench");
@@ -62,6 +65,44 @@ fn main() {
         row(precision.name, dir.path(), Activations::F32);
         row(precision.name, dir.path(), Activations::Int8);
     }
+    halves(&source, &windows);
+    // As long as the context: most of what there is to see is chosen by index keys.
+    let all: Vec<u32> = windows.concat();
+    halves(&source, &all.chunks_exact(if full { CONTEXT } else { SMOKE_IDS }).map(<[u32]>::to_vec).collect::<Vec<_>>());
+}
+
+/// What a cache of halves costs over `windows`, against one of f32 with the same weights.
+fn halves(model: &Path, windows: &[Vec<u32>]) {
+    let [mut whole, mut halves] = [KvBits::Bits32, KvBits::Bits16].map(|kv_bits| {
+        let config = EngineConfig { activations: Activations::F32, threads: 2, kv_bits, ..EngineConfig::new(1 << 30) };
+        Engine::open(Checkpoint::open(model).unwrap(), &config).unwrap()
+    });
+    let vocab = whole.arch().vocab;
+    let compared: Vec<Window> = windows
+        .iter()
+        .map(|ids| {
+            let (base, other) = (whole.score(ids).unwrap(), halves.score(ids).unwrap());
+            let mut window = Window::default();
+            for (at, (base, other)) in base.chunks_exact(vocab).zip(other.chunks_exact(vocab)).enumerate() {
+                window.add(base, other, ids.get(at + 1).copied()).unwrap();
+            }
+            window
+        })
+        .collect();
+    let quality = Quality::of(&compared).unwrap();
+    let error = |of: Estimate| of.error.unwrap_or(0.0);
+    println!(
+        "\ncache of bf16, {} windows of {}: argmax {:.4}, perplexity {:.3}, {:+.3} ± {:.3} % of a cache of f32, divergence {:.6} ± {:.6} nats, p99 {:.5}",
+        windows.len(),
+        windows[0].len(),
+        quality.agreement,
+        quality.perplexity,
+        (quality.ratio() - 1.0) * 100.0,
+        error(quality.loss) * 100.0,
+        quality.divergence.mean,
+        error(quality.divergence),
+        quality.divergence_p99,
+    );
 }
 
 /// Bytes of one routed expert of the model in `dir`, scales included.

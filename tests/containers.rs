@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use engines::{ALL_SLABS, Answer, Arithmetic, Setup, answer, assert_same, config};
 use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
 use millstream::checkpoint::{Checkpoint, MatrixSource, Part, TensorMap, census::Census};
-use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, Switch};
+use millstream::engine::{Activations, Engine, EngineConfig, Switch};
 use millstream::kernels::{Input, Kernels, Team, WeightRef, matmul};
 use millstream_io::{FileSet, FileSpan, IoMode, layout};
 use safetensors::{Model, Shard, Tensor};
@@ -139,7 +139,7 @@ fn a_container_with_every_format_opens_as_it_is_and_every_weight_is_numpys() {
 }
 
 fn open(dir: &Path, activations: Activations, setup: &Setup) -> Engine {
-    let arithmetic = Arithmetic { model: engines::Model::Tiny, form: AttentionForm::Absorbed, activations };
+    let arithmetic = Arithmetic::absorbed(engines::Model::Tiny, activations);
     let config = EngineConfig { load_mtp: true, ..config(&arithmetic, setup) };
     Engine::open(Checkpoint::open(dir).unwrap(), &config).unwrap()
 }
@@ -242,7 +242,7 @@ fn scales_of_rows_are_kept_where_they_take_little_and_are_counted() {
     let model = far_apart();
     let prompt = engines::Model::Tiny.prompt(40);
     let open = |keep_scales: Switch, slabs: usize, activations: Activations| {
-        let arithmetic = Arithmetic { model: engines::Model::Tiny, form: AttentionForm::Absorbed, activations };
+        let arithmetic = Arithmetic::absorbed(engines::Model::Tiny, activations);
         let setup = Setup { slabs, ..Setup::RESIDENT };
         let config = EngineConfig { load_mtp: true, keep_scales, ..config(&arithmetic, &setup) };
         Engine::open(Checkpoint::open(model.path()).unwrap(), &config).unwrap()
@@ -373,8 +373,7 @@ fn nvfp4_is_converted_with_both_its_scales_and_refused_where_it_would_run() {
     assert!(checkpoint.formats().any(|format| format.to_string() == "nvfp4"));
     let census = Census::take(&checkpoint).unwrap();
     assert_eq!(census.part(Part::Experts).bytes, 4 * 8 * 3 * (64 * 32 + 64 * 4 + 4));
-    let arithmetic =
-        Arithmetic { model: engines::Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let arithmetic = Arithmetic::absorbed(engines::Model::Tiny, Activations::F32);
     let refused = Engine::plan(&checkpoint, &config(&arithmetic, &Setup::RESIDENT)).unwrap_err();
     let text = refused.to_string();
     for part in ["model.safetensors", "model.layers.1.mlp.experts.0.gate_proj.weight", "nvfp4"] {

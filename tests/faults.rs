@@ -17,7 +17,7 @@ use std::time::Duration;
 use engines::{Arithmetic, Model, Reader, Setup, config, greedy, has, has_ring, tales, tiny};
 use millstream::checkpoint::Checkpoint;
 use millstream::engine::sampler::Sampling;
-use millstream::engine::{Activations, AttentionForm, Engine, EngineError, Finish, Job, Notice};
+use millstream::engine::{Activations, Engine, EngineError, Finish, Job, Notice};
 use millstream::forward::ForwardError;
 use millstream::store::{ExpertKey, StoreError};
 use millstream_io::{FileSet, IoError, IoMode, ReadRange, SimConfig, SimFault, sim_device};
@@ -26,7 +26,7 @@ const TOKENS: usize = 10;
 const PROMPT: usize = 20;
 
 fn arithmetic(model: Model) -> Arithmetic {
-    Arithmetic { model, form: AttentionForm::Absorbed, activations: Activations::Int8 }
+    Arithmetic::absorbed(model, Activations::Int8)
 }
 
 fn simulated(model: Model, setup: &Setup, sim: &SimConfig) -> Engine {

@@ -11,12 +11,11 @@ use std::time::{Duration, Instant};
 
 use engines::{Answer, Arithmetic, Model, Reader, Setup, answer, assert_same, config, has_ring, shuffled};
 use millstream::checkpoint::Checkpoint;
-use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, EngineError, Verify};
+use millstream::engine::{Activations, Engine, EngineConfig, EngineError, Verify};
 use millstream_io::{IoMode, sim_device};
 use tempfile::TempDir;
 
-const ARITHMETIC: Arithmetic =
-    Arithmetic { model: Model::TalesInt4, form: AttentionForm::Absorbed, activations: Activations::Int8 };
+const ARITHMETIC: Arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
 const TOKENS: usize = 12;
 /// Longer than a drive can be left out for having been slow.
 const PATIENCE: Duration = Duration::from_secs(100);

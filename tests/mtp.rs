@@ -12,9 +12,7 @@ use std::time::Duration;
 use engines::{ALL_SLABS, Arithmetic, Model, Reader, Setup, answer, assert_same, config, has_ring};
 use millstream::checkpoint::Checkpoint;
 use millstream::engine::budget::Slabs;
-use millstream::engine::{
-    Activations, AttentionForm, Engine, EngineConfig, EngineError, Memory, Notice, Switch, Verify,
-};
+use millstream::engine::{Activations, Engine, EngineConfig, EngineError, Memory, Notice, Switch, Verify};
 use millstream::forward::ForwardError;
 use millstream::store::StoreError;
 use millstream_io::{SimConfig, SimFault, sim_device};
@@ -24,7 +22,7 @@ const PROMPT: usize = 40;
 const ENODEV: i32 = 19;
 
 fn with_mtp(model: Model, setup: &Setup) -> (Checkpoint, EngineConfig) {
-    let arithmetic = Arithmetic { model, form: AttentionForm::Absorbed, activations: Activations::Int8 };
+    let arithmetic = Arithmetic::absorbed(model, Activations::Int8);
     let config = EngineConfig { load_mtp: true, ..config(&arithmetic, setup) };
     (Checkpoint::open(&model.dir()).unwrap(), config)
 }

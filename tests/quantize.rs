@@ -218,7 +218,8 @@ fn answers_are_those_of_a_container_with_the_same_experts() {
         let made = converted(source, &widths);
         let container = with_experts_of(source, made.path());
         for activations in [Activations::Int8, Activations::F32] {
-            let arithmetic = Arithmetic { model: engines::Model::Tiny, form: AttentionForm::Auto, activations };
+            let arithmetic =
+                Arithmetic { form: AttentionForm::Auto, ..Arithmetic::absorbed(engines::Model::Tiny, activations) };
             let open = |dir: &Path, widths: Widths, threads: usize| {
                 let setup = Setup { threads, ..Setup::default() };
                 let config = EngineConfig { widths, ..config(&arithmetic, &setup) };

@@ -6,9 +6,7 @@
 mod engines;
 
 use engines::{ALL_SLABS, Answer, Arithmetic, Model, Reader, Setup, answer, assert_same, has, has_ring, open};
-use millstream::engine::{
-    Activations, AttentionForm, Depth, Engine, EngineError, GuessFrom, GuessRule, PolicyKind, Switch, Switches,
-};
+use millstream::engine::{Activations, Depth, Engine, EngineError, GuessFrom, GuessRule, PolicyKind, Switch, Switches};
 use millstream::kernels::Kernels;
 use millstream::store::{ExpertKey, Tier};
 use millstream_io::{CHUNK_WHOLE, IoError, IoMode};
@@ -42,7 +40,7 @@ fn the_smallest_pool_is_everything_resident() {
 #[test]
 fn the_smallest_pool_reads_what_everything_resident_does_not() {
     // Guards the test above: a pool that held everything would make it empty.
-    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let arithmetic = Arithmetic::absorbed(Model::Tiny, Activations::F32);
     let prompt = Model::Tiny.prompt(20);
     let reads = [1, ALL_SLABS].map(|slabs| {
         let mut engine = open(&arithmetic, &Setup { slabs, ..RESIDENT }).unwrap();
@@ -70,7 +68,7 @@ fn a_hundred_random_orders_are_the_order_of_the_threads_and_of_the_ring() {
         if has_ring() {
             setups.push(Setup { reader: Reader::Ring, slabs: 3, ..RESIDENT });
         }
-        let arithmetic = Arithmetic { model, form: AttentionForm::Absorbed, activations: Activations::F32 };
+        let arithmetic = Arithmetic::absorbed(model, Activations::F32);
         let prompt = model.prompt(21);
         let expected = run(&arithmetic, &RESIDENT, &prompt);
         for setup in &setups {
@@ -112,7 +110,7 @@ fn every_mode_and_device_is_everything_resident() {
         }
     }
     for model in [Model::Tiny, Model::TinyInt4, Model::Tales] {
-        let arithmetic = Arithmetic { model, form: AttentionForm::Absorbed, activations: Activations::F32 };
+        let arithmetic = Arithmetic::absorbed(model, Activations::F32);
         let prompt = model.prompt(37);
         let expected = run(&arithmetic, &RESIDENT, &prompt);
         for setup in &setups {
@@ -123,7 +121,7 @@ fn every_mode_and_device_is_everything_resident() {
 
 #[test]
 fn what_cannot_be_had_together_is_refused_before_a_file_is_read() {
-    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let arithmetic = Arithmetic::absorbed(Model::Tiny, Activations::F32);
     for (io, reader) in [(IoMode::Mmap, Reader::Ring), (IoMode::Mmap, Reader::Threads), (IoMode::Drop, Reader::Map)] {
         let error = open(&arithmetic, &Setup { io, reader, ..RESIDENT }).err().unwrap();
         assert!(matches!(error, EngineError::Io(IoError::Refused { what: "mmap", .. })), "{error}");
@@ -155,7 +153,7 @@ fn overlap_and_lookahead_are_neither() {
         }
     }
     for model in [Model::Tiny, Model::TalesInt4] {
-        let arithmetic = Arithmetic { model, form: AttentionForm::Absorbed, activations: Activations::F32 };
+        let arithmetic = Arithmetic::absorbed(model, Activations::F32);
         let prompt = model.prompt(37);
         let expected = run(&arithmetic, &RESIDENT, &prompt);
         for setup in &setups {
@@ -167,7 +165,7 @@ fn overlap_and_lookahead_are_neither() {
 #[test]
 fn lookahead_reads_ahead_and_finds_some_of_what_comes() {
     // Guards the test above: a guess that is never made, or never right, would make it empty.
-    let arithmetic = Arithmetic { model: Model::Tales, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let arithmetic = Arithmetic::absorbed(Model::Tales, Activations::F32);
     let prompt = Model::Tales.prompt(20);
     let rules = [GuessFrom::Attention, GuessFrom::Shared].map(|from| [1, 2].map(|layers| GuessRule { from, layers }));
     let on = rules.into_iter().flatten().map(|guess| (Switch::On, guess, true));
@@ -188,8 +186,7 @@ fn lookahead_reads_ahead_and_finds_some_of_what_comes() {
 
 #[test]
 fn switches_turned_between_generations_change_no_bit() {
-    let arithmetic =
-        Arithmetic { model: Model::TalesInt4, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::F32);
     let prompt = Model::TalesInt4.prompt(37);
     let expected = run(&arithmetic, &RESIDENT, &prompt);
     // One that was opened without reading ahead has room for guesses as soon as it is to make them.
@@ -218,7 +215,7 @@ fn switches_turned_between_generations_change_no_bit() {
 
 #[test]
 fn a_rule_that_no_engine_follows_turns_nothing() {
-    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let arithmetic = Arithmetic::absorbed(Model::Tiny, Activations::F32);
     let mut engine = open(&arithmetic, &RESIDENT).unwrap();
     let before = engine.switches();
     for layers in [0, 3] {
@@ -244,8 +241,7 @@ fn no_policy_and_no_history_changes_a_bit() {
 
 #[test]
 fn what_is_pinned_is_read_once() {
-    let arithmetic =
-        Arithmetic { model: Model::TalesInt4, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::F32);
     let pinning = Setup { slabs: 20, history: Some(9), pins: Switch::On, prefetch: Switch::Off, ..RESIDENT };
     let mut engine = open(&arithmetic, &pinning).unwrap();
     // Half of the slabs: the history is long.

@@ -21,7 +21,7 @@ use std::time::Duration;
 use engines::{Arithmetic, Model, Setup, answer, assert_same, greedy, has_ring};
 use millstream::checkpoint::verify::{self, Checked, Fault, Manifest, Report};
 use millstream::checkpoint::{Checkpoint, CheckpointError};
-use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, EngineError, Verify};
+use millstream::engine::{Activations, Engine, EngineConfig, EngineError, Verify};
 use millstream_io::{
     Completion, Device, DeviceConfig, DeviceKind, DeviceReport, DeviceStats, FileSet, IoError, IoMode, Read, Rejected,
     SimConfig, SimFault, Slab, SlabPool, Wait, open_device, sim_device,
@@ -339,8 +339,7 @@ fn checksums_that_are_none_or_of_nothing_are_a_damaged_header() {
 }
 
 fn engine(dir: &Path, verify: Verify, verify_seed: u64) -> Result<Engine, EngineError> {
-    let arithmetic =
-        Arithmetic { model: Model::TalesInt4, form: AttentionForm::Absorbed, activations: Activations::Int8 };
+    let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
     let setup = Setup { slabs: 5, ..Setup::default() };
     let config = EngineConfig { verify, verify_seed, ..engines::config(&arithmetic, &setup) };
     Engine::open(Checkpoint::open(dir)?, &config)

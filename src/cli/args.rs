@@ -10,7 +10,7 @@ use millstream_io::{CHUNK_WHOLE, DeviceKind, IoMode};
 
 use crate::checkpoint::container::GROUP_SIZES;
 use crate::checkpoint::convert::{Width, Widths};
-use crate::engine::{Activations, AttentionForm, Depth, Dsa, PolicyKind, Switch, Verify};
+use crate::engine::{Activations, AttentionForm, Depth, Dsa, KvBits, PolicyKind, Switch, Verify};
 use crate::kernels::Isa;
 use crate::limits::{MAX_CONTEXT, MAX_THREADS, RAM_BYTES_MIN, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
@@ -148,7 +148,8 @@ pub struct RunArgs {
     pub verbose: bool,
 }
 
-/// Precision of what is quantized on its way, for whatever opens a model: the same as `convert` has for its container.
+/// Precision of what is quantized on its way, for whatever opens a model. Of weights it is what `convert` has for its
+/// container.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct WidthArgs {
     /// Quantize routed experts as they are read, as convert would: 16, 8, 4, 3 or 2 bits. Memory holds more of them, the drive
@@ -169,12 +170,16 @@ pub struct WidthArgs {
     /// Columns that share a scale in weights that become 4-bit: 16, 32, 48, 64, 96, 128, 192 or 256 [default: a whole row]
     #[arg(long, value_name = "N", value_parser = parse_group)]
     pub group: Option<u16>,
+    /// Precision of what attention keeps of each position: 32 bits, or 16 (bf16) in half the memory [default: 32]
+    #[arg(long, value_name = "BITS", value_parser = |text: &str| KV_BITS.parse(text))]
+    pub kv_bits: Option<KvBits>,
 }
 
 impl WidthArgs {
-    /// In the terms of the engine.
+    /// Those of weights in the terms of the engine.
     pub fn widths(&self) -> Widths {
-        let WidthArgs { expert_bits: experts, dense_bits: dense, io_bits: io, indexer_bits: indexer, group } = *self;
+        let WidthArgs { expert_bits: experts, dense_bits: dense, io_bits: io, indexer_bits: indexer, group, kv_bits: _ } =
+            *self;
         Widths { experts, dense, io, mtp: None, indexer, group }
     }
 }
@@ -442,6 +447,8 @@ pub const ATTENTION: Choices<AttentionForm> = Choices(&[
     ("absorbed", AttentionForm::Absorbed),
     ("explicit", AttentionForm::Explicit),
 ]);
+/// `--kv-bits`.
+pub const KV_BITS: Choices<KvBits> = Choices(&[("32", KvBits::Bits32), ("16", KvBits::Bits16)]);
 /// `--dsa`.
 pub const DSA: Choices<Dsa> = Choices(&[("auto", Dsa::Auto), ("on", Dsa::On), ("off", Dsa::Off)]);
 /// `--pipeline` and `--prefetch`.

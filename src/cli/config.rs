@@ -156,6 +156,8 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         ..EngineConfig::new(machine.memory.available)
     };
     engine.widths = decide_widths(&args.engine.widths, &mut settings)?;
+    engine.kv_bits = args.engine.widths.kv_bits.unwrap_or_default();
+    settings.add("kv-bits", args::KV_BITS.name(engine.kv_bits), flag_or_default(&args.engine.widths.kv_bits));
     decide_arithmetic(&args.engine, &mut engine, &mut settings);
     decide_experts(&args.engine, &mut engine, &mut settings);
     Ok(RunConfig {
@@ -381,7 +383,7 @@ fn decide_mirrors(args: &EngineArgs, settings: &mut Settings) -> Result<Vec<Path
 
 /// What of the weights is quantized while it is loaded, or read.
 fn decide_widths(args: &WidthArgs, settings: &mut Settings) -> Result<Widths, Failure> {
-    let WidthArgs { expert_bits, dense_bits, io_bits, indexer_bits, group } = args;
+    let WidthArgs { expert_bits, dense_bits, io_bits, indexer_bits, group, kv_bits: _ } = args;
     let widths = [("expert-bits", expert_bits), ("dense-bits", dense_bits)];
     for (name, width) in widths.into_iter().chain([("io-bits", io_bits), ("indexer-bits", indexer_bits)]) {
         let shown = width.map_or_else(|| "as stored".to_owned(), |width| width.to_string());

@@ -7,6 +7,7 @@ use millstream_io::{DEPTH_AUTO, DeviceKind, IoMode};
 use super::EngineError;
 use super::switches::{Switch, Switches};
 use crate::checkpoint::convert::Widths;
+use crate::forward::KvBits;
 use crate::kernels::Isa;
 use crate::limits::{MAX_ROWS, MAX_THREADS, MIN_SLABS};
 use crate::ops::Activations;
@@ -103,6 +104,8 @@ pub struct EngineConfig {
     /// Precision of weights that are quantized while they are loaded, and of experts while they are read; what has no width
     /// here is held as it is stored.
     pub widths: Widths,
+    /// Precision of the key-value cache.
+    pub kv_bits: KvBits,
     /// Memory for experts.
     pub memory: Memory,
     /// Bytes the machine and its control group have left.
@@ -164,6 +167,7 @@ impl EngineConfig {
             pins: Switch::Auto,
             keep_scales: Switch::Auto,
             widths: Widths::default(),
+            kv_bits: KvBits::default(),
             memory: Memory::Total(None),
             available_bytes,
             program_bytes: 0,

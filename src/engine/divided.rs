@@ -138,7 +138,7 @@ fn demand(
     if config.timeline {
         room.add(TIMELINE_EVENTS_MAX * (size_of::<Lap>() + size_of::<ReadRecord>()));
     }
-    let kv = KvCache::bytes(arch, context, sparse);
+    let kv = KvCache::bytes(arch, context, sparse, config.kv_bits);
     // The cache of the context is made once loading has given its own memory back.
     room.add(plan.scratch_bytes(threads).saturating_sub(kv as usize));
     let rebuilt = latent_shape(arch).filter(|_| explicit).map_or(0, |shape| shape.rebuilt(threads, context));

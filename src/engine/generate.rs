@@ -180,7 +180,7 @@ impl Engine {
         }
         self.kv.truncate(0);
         let Engine { model, experts, state, meter, prefill_rows, .. } = self;
-        let mut kv = KvCache::for_mtp(&model.arch, tokens.len(), model.sparse);
+        let mut kv = KvCache::for_mtp(&model.arch, tokens.len(), model.sparse, self.kv.bits());
         let mut scores = Vec::with_capacity(tokens.len() * model.arch.vocab);
         for (next, hidden) in tokens[1..].chunks(*prefill_rows).zip(hidden.chunks(*prefill_rows * width)) {
             forward::mtp_step(model, experts, &mut kv, state, meter, next, &hidden[..next.len() * width])?;

@@ -31,7 +31,7 @@ use crate::checkpoint::Checkpoint;
 use crate::checkpoint::arch::Arch;
 pub use crate::forward::stages::StageGraph;
 use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, latent_shape, rope_of};
-pub use crate::forward::{Guess, GuessFrom, GuessRule, Observer};
+pub use crate::forward::{Guess, GuessFrom, GuessRule, KvBits, Observer};
 use crate::kernels::Team;
 use crate::limits::TIMELINE_EVENTS_MAX;
 use crate::meter::Meter;
@@ -186,7 +186,7 @@ impl Engine {
         let room = &mut Room::default();
         let mut engine = Engine {
             experts,
-            kv: KvCache::new(&arch, context, sparse),
+            kv: KvCache::new(&arch, context, sparse, config.kv_bits),
             state: State::new(&arch, rows, context, config.threads, explicit, room),
             meter: Meter::with_timeline(kept),
             sampler: Sampler::new(arch.vocab),

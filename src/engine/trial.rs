@@ -113,7 +113,7 @@ impl Trial {
         let (_, form) = forms_of(config.attention, &arch)?;
         let positions = POSITIONS.min(context - 1);
         let compute = Compute { kernels, team: Team::new(config.threads), activations: config.activations };
-        let mut kv = KvCache::new(&arch, positions + 1, sparse);
+        let mut kv = KvCache::new(&arch, positions + 1, sparse, config.kv_bits);
         kv.advance(positions);
         Ok(Trial {
             state: State::new(&arch, 1, positions + 1, config.threads, form == Form::Explicit, room),

@@ -32,7 +32,7 @@ pub use executor::{ExpertCall, ExpertExecutor, ExpertScratch, Streamed};
 pub use lookahead::{Guess, GuessFrom, GuessRule, Lookahead, Tally};
 pub use mtp::mtp_step;
 pub use observe::{Observed, Observer};
-pub use state::{KvCache, State};
+pub use state::{KvBits, KvCache, State};
 
 /// Why a step has no result.
 #[derive(Debug, Error)]

@@ -3,7 +3,7 @@
 use super::attention;
 use super::lookahead::Lookahead;
 use crate::checkpoint::arch::{Arch, IndexerKind, MlpKind};
-use crate::kernels::{Input, Isa, Kernels, Quantized, WeightRef};
+use crate::kernels::{Input, Isa, Kernels, Quantized, Table, WeightRef, bf16_of};
 use crate::ops::Compute;
 use crate::ops::room::Room;
 
@@ -120,59 +120,123 @@ impl State {
     }
 }
 
-/// Cached positions of one layer.
-pub(super) struct LayerCache {
-    width: usize,
-    rows: Vec<f32>,
-    index_dim: usize,
-    index_keys: Vec<f32>,
+/// Precision of what a cache holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvBits {
+    /// F32, as it was computed.
+    #[default]
+    Bits32,
+    /// BF16: latents, keys, values and index keys alike are rounded once, to the nearest and of two as near the even one,
+    /// when a position is written. All that reads them, the step that wrote them too, computes with the rounded numbers
+    /// in f32: the bits of an answer depend on this setting and on nothing else that they did not depend on before.
+    Bits16,
 }
 
-impl LayerCache {
-    pub(super) fn row_mut(&mut self, position: usize) -> &mut [f32] {
-        &mut self.rows[position * self.width..][..self.width]
+impl KvBits {
+    /// Bytes of a number.
+    fn bytes(self) -> usize {
+        match self {
+            KvBits::Bits32 => size_of::<f32>(),
+            KvBits::Bits16 => size_of::<u16>(),
+        }
+    }
+}
+
+/// Numbers of a cache.
+enum Cells {
+    F32(Vec<f32>),
+    Bf16(Vec<u16>),
+}
+
+impl Cells {
+    fn new(bits: KvBits, count: usize) -> Cells {
+        match bits {
+            KvBits::Bits32 => Cells::F32(committed(count)),
+            KvBits::Bits16 => Cells::Bf16(committed(count)),
+        }
     }
 
-    pub(super) fn rows(&self, positions: usize) -> &[f32] {
-        &self.rows[..positions * self.width]
+    fn write(&mut self, start: usize, values: &[f32]) {
+        match self {
+            Cells::F32(cells) => cells[start..][..values.len()].copy_from_slice(values),
+            Cells::Bf16(cells) => {
+                let cells = &mut cells[start..][..values.len()];
+                cells.iter_mut().zip(values).for_each(|(cell, value)| *cell = bf16_of(*value));
+            }
+        }
     }
 
-    pub(super) fn index_key_mut(&mut self, position: usize) -> &mut [f32] {
-        &mut self.index_keys[position * self.index_dim..][..self.index_dim]
-    }
-
-    pub(super) fn index_keys(&self, positions: usize) -> &[f32] {
-        &self.index_keys[..positions * self.index_dim]
+    fn first(&self, count: usize) -> Table<'_> {
+        match self {
+            Cells::F32(cells) => Table::F32(&cells[..count]),
+            Cells::Bf16(cells) => Table::Bf16(&cells[..count]),
+        }
     }
 }
 
 /// Zeros that are written here and now, so that no page is missing in the middle of an answer.
-fn committed(count: usize) -> Vec<f32> {
-    let mut floats = Vec::with_capacity(count);
-    floats.resize(count, 0.0);
-    floats
+fn committed<T: Copy + Default>(count: usize) -> Vec<T> {
+    let mut cells = Vec::with_capacity(count);
+    cells.resize(count, T::default());
+    cells
+}
+
+/// Cached positions of one layer.
+pub(super) struct LayerCache {
+    width: usize,
+    rows: Cells,
+    index_dim: usize,
+    index_keys: Cells,
+}
+
+impl LayerCache {
+    /// Writes `values` into the row of `position`, from its column `column` on.
+    pub(super) fn write(&mut self, position: usize, column: usize, values: &[f32]) {
+        assert!(column + values.len() <= self.width, "{} values in a row of {}", values.len(), self.width);
+        self.rows.write(position * self.width + column, values);
+    }
+
+    pub(super) fn rows(&self, positions: usize) -> Table<'_> {
+        self.rows.first(positions * self.width)
+    }
+
+    pub(super) fn write_index_key(&mut self, position: usize, key: &[f32]) {
+        assert_eq!(key.len(), self.index_dim, "the width of an index key");
+        self.index_keys.write(position * self.index_dim, key);
+    }
+
+    pub(super) fn index_keys(&self, positions: usize) -> Table<'_> {
+        self.index_keys.first(positions * self.index_dim)
+    }
 }
 
 /// The cache of one sequence: for each position and layer a row of what the kind of attention keeps, and an index key
 /// where a layer selects positions itself.
 pub struct KvCache {
     layers: Vec<LayerCache>,
+    bits: KvBits,
     len: usize,
     capacity: usize,
 }
 
 impl KvCache {
     /// A cache for `capacity` positions of the decoder layers; `sparse` as in [`super::Model`].
-    pub fn new(arch: &Arch, capacity: usize, sparse: bool) -> KvCache {
-        KvCache::over(arch, arch.layers.iter().map(|l| l.indexer), capacity, sparse)
+    pub fn new(arch: &Arch, capacity: usize, sparse: bool, bits: KvBits) -> KvCache {
+        KvCache::over(arch, arch.layers.iter().map(|l| l.indexer), capacity, sparse, bits)
     }
 
     /// A cache for the MTP layer alone.
-    pub fn for_mtp(arch: &Arch, capacity: usize, sparse: bool) -> KvCache {
-        KvCache::over(arch, arch.mtp.iter().map(|l| l.indexer), capacity, sparse)
+    pub fn for_mtp(arch: &Arch, capacity: usize, sparse: bool, bits: KvBits) -> KvCache {
+        KvCache::over(arch, arch.mtp.iter().map(|l| l.indexer), capacity, sparse, bits)
     }
 
-    fn over(arch: &Arch, kinds: impl Iterator<Item = IndexerKind>, capacity: usize, sparse: bool) -> KvCache {
+    fn over(
+        arch: &Arch,
+        kinds: impl Iterator<Item = IndexerKind>,
+        capacity: usize,
+        sparse: bool,
+        bits: KvBits,
+    ) -> KvCache {
         let width = arch.attention.cached();
         let layers = kinds.map(|kind| {
             let index_dim = match (kind, arch.indexer) {
@@ -181,20 +245,25 @@ impl KvCache {
             };
             LayerCache {
                 width,
-                rows: committed(capacity * width),
+                rows: Cells::new(bits, capacity * width),
                 index_dim,
-                index_keys: committed(capacity * index_dim),
+                index_keys: Cells::new(bits, capacity * index_dim),
             }
         });
-        KvCache { layers: layers.collect(), len: 0, capacity }
+        KvCache { layers: layers.collect(), bits, len: 0, capacity }
     }
 
     /// Bytes that a cache of this shape takes.
-    pub fn bytes(arch: &Arch, capacity: usize, sparse: bool) -> u64 {
+    pub fn bytes(arch: &Arch, capacity: usize, sparse: bool, bits: KvBits) -> u64 {
         let rows = arch.layers.len() * arch.attention.cached();
         let full = arch.layers.iter().filter(|l| sparse && l.indexer == IndexerKind::Full).count();
         let keys = full * arch.indexer.map_or(0, |i| i.dim);
-        ((rows + keys) * capacity * size_of::<f32>()) as u64
+        ((rows + keys) * capacity * bits.bytes()) as u64
+    }
+
+    /// Precision in which they are held.
+    pub fn bits(&self) -> KvBits {
+        self.bits
     }
 
     /// Positions held.
@@ -240,12 +309,17 @@ mod tests {
             indexer: Some(IndexerArch { heads: 2, dim: 10, top_k: 3 }),
             ..Arch::small()
         };
-        for sparse in [false, true] {
-            let held = |cache: &LayerCache| size_of::<f32>() * (cache.rows.capacity() + cache.index_keys.capacity());
-            let total: usize = KvCache::new(&arch, 7, sparse).layers.iter().map(held).sum();
-            assert_eq!(total as u64, KvCache::bytes(&arch, 7, sparse));
+        let capacity = |cells: &Cells| match cells {
+            Cells::F32(cells) => size_of::<f32>() * cells.capacity(),
+            Cells::Bf16(cells) => size_of::<u16>() * cells.capacity(),
+        };
+        for (sparse, bits) in [false, true].into_iter().flat_map(|s| [(s, KvBits::Bits32), (s, KvBits::Bits16)]) {
+            let held = |cache: &LayerCache| capacity(&cache.rows) + capacity(&cache.index_keys);
+            let total: usize = KvCache::new(&arch, 7, sparse, bits).layers.iter().map(held).sum();
+            assert_eq!(total as u64, KvCache::bytes(&arch, 7, sparse, bits));
         }
-        // Three layers of 7 positions of 16 floats, and two of 7 keys of 10.
-        assert_eq!(KvCache::bytes(&arch, 7, true), 4 * (3 * 7 * 16 + 2 * 7 * 10));
+        // Three layers of 7 positions of 16 numbers, and two of 7 keys of 10.
+        assert_eq!(KvCache::bytes(&arch, 7, true, KvBits::Bits32), 4 * (3 * 7 * 16 + 2 * 7 * 10));
+        assert_eq!(KvCache::bytes(&arch, 7, true, KvBits::Bits16), 2 * (3 * 7 * 16 + 2 * 7 * 10));
     }
 }

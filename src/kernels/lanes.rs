@@ -1,8 +1,8 @@
 //! Float loops written once and compiled for each instruction set: every table calls them from functions that carry its
 //! target features. They use only operations that round the same everywhere, in a fixed order.
 
-use super::RowsAt;
 use super::quantized::{BLOCK, QuantRowMut};
+use super::rows::{Cell, RowsAt, Table};
 
 /// Lanes of every float reduction.
 pub(super) const LANES: usize = 32;
@@ -22,20 +22,20 @@ pub(super) fn reduce(mut lanes: [f32; LANES]) -> f32 {
 
 /// Adds a last, partial chunk (fewer than `LANES` elements) to the lanes.
 #[inline(always)]
-pub(super) fn add_tail(lanes: &mut [f32; LANES], a: &[f32], b: &[f32]) {
+pub(super) fn add_tail<C: Cell>(lanes: &mut [f32; LANES], a: &[f32], b: &[C]) {
     for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
-        *lane = a.mul_add(*b, *lane);
+        *lane = a.mul_add(b.float(), *lane);
     }
 }
 
 #[inline(always)]
-pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
+pub(super) fn dot<C: Cell>(a: &[f32], b: &[C]) -> f32 {
     let mut lanes = [0.0f32; LANES];
     let (a_chunks, a_tail) = a.as_chunks::<LANES>();
     let (b_chunks, b_tail) = b.as_chunks::<LANES>();
     for (a, b) in a_chunks.iter().zip(b_chunks) {
         for j in 0..LANES {
-            lanes[j] = a[j].mul_add(b[j], lanes[j]);
+            lanes[j] = a[j].mul_add(b[j].float(), lanes[j]);
         }
     }
     add_tail(&mut lanes, a_tail, b_tail);
@@ -43,26 +43,42 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
 }
 
 #[inline(always)]
-pub(super) fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
+pub(super) fn axpy<C: Cell>(a: f32, x: &[C], y: &mut [f32]) {
     for (y, x) in y.iter_mut().zip(x) {
-        *y = a.mul_add(*x, *y);
+        *y = a.mul_add(x.float(), *y);
     }
 }
 
 #[inline(always)]
 pub(super) fn dots(vectors: &[f32], rows: &RowsAt, out: &mut [f32]) {
+    match rows.table() {
+        Table::F32(cells) => dots_of(vectors, rows, cells, out),
+        Table::Bf16(cells) => dots_of(vectors, rows, cells, out),
+    }
+}
+
+#[inline(always)]
+fn dots_of<C: Cell>(vectors: &[f32], rows: &RowsAt, cells: &[C], out: &mut [f32]) {
     if rows.is_empty() || rows.width() == 0 {
         return out.fill(0.0);
     }
     for (vector, out) in vectors.chunks_exact(rows.width()).zip(out.chunks_exact_mut(rows.len())) {
         for (r, out) in out.iter_mut().enumerate() {
-            *out = dot(vector, rows.row(r));
+            *out = dot(vector, rows.row(cells, r));
         }
     }
 }
 
 #[inline(always)]
 pub(super) fn add_weighted(weights: &[f32], rows: &RowsAt, out: &mut [f32]) {
+    match rows.table() {
+        Table::F32(cells) => add_weighted_of(weights, rows, cells, out),
+        Table::Bf16(cells) => add_weighted_of(weights, rows, cells, out),
+    }
+}
+
+#[inline(always)]
+fn add_weighted_of<C: Cell>(weights: &[f32], rows: &RowsAt, cells: &[C], out: &mut [f32]) {
     if rows.is_empty() || rows.width() == 0 {
         return;
     }
@@ -73,15 +89,15 @@ pub(super) fn add_weighted(weights: &[f32], rows: &RowsAt, out: &mut [f32]) {
             // Kept out of memory while the rows pass.
             let mut sums = *out;
             for (r, weight) in weights.iter().enumerate() {
-                let row = &rows.row(r).as_chunks::<LANES>().0[c];
+                let row = &rows.row(cells, r).as_chunks::<LANES>().0[c];
                 for j in 0..LANES {
-                    sums[j] = weight.mul_add(row[j], sums[j]);
+                    sums[j] = weight.mul_add(row[j].float(), sums[j]);
                 }
             }
             *out = sums;
         }
         if !tail.is_empty() {
-            weights.iter().enumerate().for_each(|(r, weight)| axpy(*weight, &rows.row(r)[start..], tail));
+            weights.iter().enumerate().for_each(|(r, weight)| axpy(*weight, &rows.row(cells, r)[start..], tail));
         }
     }
 }

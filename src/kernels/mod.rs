@@ -45,7 +45,7 @@ pub use format::{FP8_BLOCK, Format, INT3_GROUP, MatrixSpec, NVFP4_GROUP, WeightR
 pub use matmul::{Input, matmul};
 pub use quantized::Quantized;
 pub use requantize::{Requantizer, Unfit};
-pub use rows::RowsAt;
+pub use rows::{RowsAt, Table, bf16_of};
 pub use team::Team;
 
 use panel::{Panel, Put};

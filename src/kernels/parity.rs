@@ -1,5 +1,6 @@
 //! Every table against the scalar one, bit for bit, and the scalar one against plain arithmetic in f64.
 
+use super::rows::{Table, bf16_of};
 use super::*;
 
 /// Deterministic numbers (splitmix64).
@@ -339,11 +340,16 @@ fn rows_of_a_table_equal_one_by_one(k: &Kernels) {
         for len in [0, 1, 2, 3, 4, 5, 8, 13] {
             let (stride, first) = (width + 7, 3);
             let table = source.floats(20 * stride);
+            let halves: Vec<u16> = table.iter().map(|v| bf16_of(*v)).collect();
+            // What the halves are the halves of.
+            let whole: Vec<f32> = halves.iter().map(|half| f32::from_bits(u32::from(*half) << 16)).collect();
             // In no order, some more than once.
             let at: Vec<u32> = (0..len).map(|_| (source.next() % 20) as u32).collect();
-            let rows = RowsAt::new(&table, stride, first..first + width, &at);
-            let row = |r: usize| &table[at[r] as usize * stride + first..][..width];
-            for n in 0..=9 {
+            for (n, (held, floats)) in
+                (0..=9).flat_map(|n| [(n, (Table::F32(&table), &table)), (n, (Table::Bf16(&halves), &whole))])
+            {
+                let rows = RowsAt::new(held, stride, first..first + width, &at);
+                let row = |r: usize| &floats[at[r] as usize * stride + first..][..width];
                 let what = || format!("{k:?} {n} vectors, {len} rows of {width}");
                 let (vectors, weights) = (source.floats(n * width), source.floats(n * len));
                 let mut got = vec![f32::NAN; n * len];

@@ -4,7 +4,7 @@ use super::Compute;
 use super::attention::Attended;
 use super::room::Room;
 use super::topk;
-use crate::kernels::RowsAt;
+use crate::kernels::{RowsAt, Table};
 
 /// Positions scored by one task.
 const POSITIONS_A_TASK: usize = 256;
@@ -70,7 +70,7 @@ impl Selection {
         start: usize,
         queries: &[f32],
         weights: &[f32],
-        keys: &[f32],
+        keys: Table,
     ) {
         let rows = weights.len() / heads;
         let (k, scale) = (compute.kernels, 1.0 / (dim as f32).sqrt());
@@ -106,7 +106,7 @@ impl Selection {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::{Kernels, Team};
+    use crate::kernels::{Kernels, Table, Team};
     use crate::ops::Activations;
 
     #[test]
@@ -115,7 +115,7 @@ mod tests {
         // One head of one value: the score of position t is relu(q k_t).
         let keys = [0.1, 0.9, -5.0, 0.5, 0.7];
         let mut s = Selection::new(4, 5, 2, &mut Room::default());
-        s.select(&c, 1, 1, 1, &[1.0, 1.0, 1.0, -1.0], &[1.0; 4], &keys);
+        s.select(&c, 1, 1, 1, &[1.0, 1.0, 1.0, -1.0], &[1.0; 4], Table::F32(&keys));
         assert!(matches!(s.row(0), Attended::Prefix(2)));
         let listed = |row| match s.row(row) {
             Attended::Listed(p) => p.to_vec(),

@@ -12,7 +12,7 @@ use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::convert::{ConvertOptions, Width, Widths, convert};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::{
-    Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, GuessFrom, GuessRule, Job, Memory,
+    Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, GuessFrom, GuessRule, Job, KvBits, Memory,
     PolicyKind, Switch, Switches, Verify,
 };
 use millstream::kernels::Isa;
@@ -130,18 +130,26 @@ pub struct Arithmetic {
     pub model: Model,
     pub form: AttentionForm,
     pub activations: Activations,
+    pub kv_bits: KvBits,
 }
 
 impl Arithmetic {
+    /// The absorbed form over a cache of f32.
+    pub const fn absorbed(model: Model, activations: Activations) -> Arithmetic {
+        Arithmetic { model, form: AttentionForm::Absorbed, activations, kv_bits: KvBits::Bits32 }
+    }
+
     /// Every combination that differs for `model`.
     pub fn all(model: Model) -> Vec<Arithmetic> {
         let activations: &[Activations] =
             if model.is_integer() { &[Activations::Int8, Activations::F32] } else { &[Activations::F32] };
-        model
-            .forms()
-            .iter()
-            .flat_map(|&form| activations.iter().map(move |&activations| Arithmetic { model, form, activations }))
-            .collect()
+        let of_form = |&form: &AttentionForm| {
+            let whole = activations.iter().map(move |&kind| Arithmetic { form, ..Arithmetic::absorbed(model, kind) });
+            // How a cache is held has nothing to do with what is multiplied elsewhere.
+            let halves = Arithmetic { form, kv_bits: KvBits::Bits16, ..Arithmetic::absorbed(model, activations[0]) };
+            whole.chain([halves])
+        };
+        model.forms().iter().flat_map(of_form).collect()
     }
 }
 
@@ -231,6 +239,7 @@ pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
         isa,
         context: Some(256),
         activations: arithmetic.activations,
+        kv_bits: arithmetic.kv_bits,
         attention: arithmetic.form,
         // Where there are checksums, the checks are part of the path.
         verify: Verify::All,
@@ -281,7 +290,7 @@ pub fn open_at(dir: &Path, arithmetic: &Arithmetic, setup: &Setup) -> Result<Eng
 
 /// Whether io_uring works here; says so where it does not.
 pub fn has_ring() -> bool {
-    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let arithmetic = Arithmetic::absorbed(Model::Tiny, Activations::F32);
     match open(&arithmetic, &Setup { reader: Reader::Ring, ..Setup::default() }) {
         Ok(_) => true,
         Err(EngineError::Io(e @ IoError::RingRefused { .. })) => {
@@ -294,7 +303,7 @@ pub fn has_ring() -> bool {
 
 /// Whether the file system of the bundled models has the mode; says so where it does not.
 pub fn has(io: IoMode) -> bool {
-    let arithmetic = Arithmetic { model: Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::F32 };
+    let arithmetic = Arithmetic::absorbed(Model::Tiny, Activations::F32);
     match open(&arithmetic, &Setup { io, ..Setup::default() }) {
         Ok(_) => true,
         Err(EngineError::Io(e @ (IoError::DirectRefused { .. } | IoError::Refused { .. }))) => {

@@ -66,9 +66,8 @@ pub(super) fn attend(
     let cached = keys.chunks_exact_mut(shape.keys()).zip(values.chunks_exact(shape.keys()));
     for (i, (keys, values)) in cached.enumerate() {
         keys.chunks_exact_mut(a.dim).for_each(|head| model.rope.rotate(head, rows.start + i));
-        let (key_part, value_part) = cache.row_mut(rows.start + i).split_at_mut(shape.keys());
-        key_part.copy_from_slice(keys);
-        value_part.copy_from_slice(values);
+        cache.write(rows.start + i, 0, keys);
+        cache.write(rows.start + i, shape.keys(), values);
     }
 
     let context = &mut scratch.context[..n * shape.queries()];

@@ -101,7 +101,7 @@ pub(super) fn attend(
     for (i, row) in kv.chunks_exact_mut(shape.cached()).enumerate() {
         norm::rms_in_place(&mut row[..a.kv_rank], &w.kv_a_norm, INNER_NORM_EPS);
         model.rope.rotate(&mut row[a.kv_rank..], rows.start + i);
-        cache.row_mut(rows.start + i).copy_from_slice(row);
+        cache.write(rows.start + i, 0, row);
     }
 
     match (&w.indexer, kind) {
@@ -143,7 +143,7 @@ fn select(
     for (i, key) in keys.chunks_exact_mut(shape.dim).enumerate() {
         norm::layer_norm(key, &w.k_norm, &w.k_bias, INNER_NORM_EPS);
         model.rope.rotate(key, rows.start + i);
-        cache.index_key_mut(rows.start + i).copy_from_slice(key);
+        cache.write_index_key(rows.start + i, key);
     }
     let visible = rows.start + n;
     if !selection.is_sparse_at(visible) {

@@ -207,6 +207,16 @@ fn load_lanes(from: &[f32; lanes::LANES]) -> [__m512; 2] {
     [load_floats(&halves[0]), load_floats(&halves[1])]
 }
 
+/// The same of numbers that lack their lower halves.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_halves(from: &[u16; lanes::LANES]) -> [__m512; 2] {
+    // SAFETY: the reference covers the 64 bytes of this unaligned load.
+    let halves = unsafe { _mm512_loadu_si512(from.as_ptr().cast()) };
+    let float = |half: __m256i| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)));
+    [float(_mm512_castsi512_si256(halves)), float(_mm512_extracti64x4_epi64::<1>(halves))]
+}
+
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn store_lanes(to: &mut [f32; lanes::LANES], v: [__m512; 2]) {

@@ -2,41 +2,52 @@
 
 use std::arch::x86_64::*;
 
-use super::{load_lanes, store_floats, store_lanes};
-use crate::kernels::RowsAt;
+use super::{load_halves, load_lanes, store_floats, store_lanes};
 use crate::kernels::lanes::{self, LANES};
+use crate::kernels::rows::{Cell, RowsAt, Table};
 
 /// Sums that walk the rows together, two registers of columns each.
 const SUMS: usize = 8;
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn dots(vectors: &[f32], rows: &RowsAt, out: &mut [f32]) {
-    let (width, len) = (rows.width(), rows.len());
     // No published width of a head or a latent has a part of a chunk.
-    if len == 0 || width == 0 || !width.is_multiple_of(LANES) {
+    if rows.is_empty() || rows.width() == 0 || !rows.width().is_multiple_of(LANES) {
         return lanes::dots(vectors, rows, out);
     }
-    let chunks = width / LANES;
+    match rows.table() {
+        Table::F32(cells) => dots_of(vectors, rows, cells, |from| load_lanes(from), out),
+        Table::Bf16(cells) => dots_of(vectors, rows, cells, |from| load_halves(from), out),
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn dots_of<C, L>(vectors: &[f32], rows: &RowsAt, cells: &[C], load: L, out: &mut [f32])
+where
+    L: Fn(&[C; LANES]) -> [__m512; 2] + Copy,
+{
+    let (chunks, len) = (rows.width() / LANES, rows.len());
     let vectors = vectors.as_chunks::<LANES>().0;
     let count = vectors.len() / chunks;
     let (whole, rest) = (count / 4 * 4, count % 4);
     // Rows come from afar and stay near while all vectors meet them.
     for first in (0..len).step_by(if whole > 0 { 2 } else { 4 }) {
         for v in (0..whole).step_by(4) {
-            tile::<4, 2>(&vectors[v * chunks..][..4 * chunks], rows, first, &mut out[v * len..]);
+            tile::<4, 2, _, _>(&vectors[v * chunks..][..4 * chunks], rows, cells, load, first, &mut out[v * len..]);
         }
         let (vectors, out) = (&vectors[whole * chunks..], &mut out[whole * len..]);
         match (rest, whole) {
             (0, _) => {}
-            (1, 0) => tile::<1, 4>(vectors, rows, first, out),
-            (1, _) => tile::<1, 2>(vectors, rows, first, out),
-            (2, 0) => tile::<2, 4>(vectors, rows, first, out),
-            (2, _) => tile::<2, 2>(vectors, rows, first, out),
+            (1, 0) => tile::<1, 4, _, _>(vectors, rows, cells, load, first, out),
+            (1, _) => tile::<1, 2, _, _>(vectors, rows, cells, load, first, out),
+            (2, 0) => tile::<2, 4, _, _>(vectors, rows, cells, load, first, out),
+            (2, _) => tile::<2, 2, _, _>(vectors, rows, cells, load, first, out),
             (_, 0) => {
-                tile::<2, 4>(&vectors[..2 * chunks], rows, first, out);
-                tile::<1, 4>(&vectors[2 * chunks..], rows, first, &mut out[2 * len..]);
+                tile::<2, 4, _, _>(&vectors[..2 * chunks], rows, cells, load, first, out);
+                tile::<1, 4, _, _>(&vectors[2 * chunks..], rows, cells, load, first, &mut out[2 * len..]);
             }
-            _ => tile::<3, 2>(vectors, rows, first, out),
+            _ => tile::<3, 2, _, _>(vectors, rows, cells, load, first, out),
         }
     }
 }
@@ -45,17 +56,26 @@ pub(super) fn dots(vectors: &[f32], rows: &RowsAt, out: &mut [f32]) {
 /// serves several multiplications. `out[v * rows.len() + r]`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn tile<const V: usize, const R: usize>(vectors: &[[f32; LANES]], rows: &RowsAt, first: usize, out: &mut [f32]) {
+fn tile<const V: usize, const R: usize, C, L>(
+    vectors: &[[f32; LANES]],
+    rows: &RowsAt,
+    cells: &[C],
+    load: L,
+    first: usize,
+    out: &mut [f32],
+) where
+    L: Fn(&[C; LANES]) -> [__m512; 2],
+{
     let (chunks, len) = (vectors.len() / V, rows.len());
-    let mut tile: [&[[f32; LANES]]; R] = [&[]; R];
+    let mut tile: [&[[C; LANES]]; R] = [&[]; R];
     for r in 0..R {
-        tile[r] = &rows.row((first + r).min(len - 1)).as_chunks::<LANES>().0[..chunks];
+        tile[r] = &rows.row(cells, (first + r).min(len - 1)).as_chunks::<LANES>().0[..chunks];
     }
     let mut sums = [[[_mm512_setzero_ps(); 2]; R]; V];
     for c in 0..chunks {
         let mut row = [[_mm512_setzero_ps(); 2]; R];
         for r in 0..R {
-            row[r] = load_lanes(&tile[r][c]);
+            row[r] = load(&tile[r][c]);
         }
         for v in 0..V {
             let vector = load_lanes(&vectors[v * chunks + c]);
@@ -106,25 +126,45 @@ fn reduce(products: [[__m512; 2]; 8]) -> [f32; 8] {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn add_weighted(weights: &[f32], rows: &RowsAt, out: &mut [f32]) {
-    let (width, len) = (rows.width(), rows.len());
-    if len == 0 || width == 0 {
+    if rows.is_empty() || rows.width() == 0 {
         return;
     }
+    match rows.table() {
+        Table::F32(cells) => add_weighted_of(weights, rows, cells, |from| load_lanes(from), out),
+        Table::Bf16(cells) => add_weighted_of(weights, rows, cells, |from| load_halves(from), out),
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn add_weighted_of<C: Cell, L>(weights: &[f32], rows: &RowsAt, cells: &[C], load: L, out: &mut [f32])
+where
+    L: Fn(&[C; LANES]) -> [__m512; 2] + Copy,
+{
+    let (width, len) = (rows.width(), rows.len());
     let many = weights.chunks(SUMS * len).zip(out.chunks_mut(SUMS * width));
     for (weights, out) in many {
         match weights.len() / len {
-            1 => sums::<1, 4>(weights, rows, out),
-            2 => sums::<2, 4>(weights, rows, out),
-            3 | 4 => sums::<4, 2>(weights, rows, out),
-            _ => sums::<SUMS, 1>(weights, rows, out),
+            1 => sums::<1, 4, _, _>(weights, rows, cells, load, out),
+            2 => sums::<2, 4, _, _>(weights, rows, cells, load, out),
+            3 | 4 => sums::<4, 2, _, _>(weights, rows, cells, load, out),
+            _ => sums::<SUMS, 1, _, _>(weights, rows, cells, load, out),
         }
     }
 }
 
-/// Up to `V` sums, `C` chunks of columns at a time, kept in registers while the rows pass.
+/// Up to `V` sums, `COLUMNS` chunks of columns at a time, kept in registers while the rows pass.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn sums<const V: usize, const C: usize>(weights: &[f32], rows: &RowsAt, out: &mut [f32]) {
+fn sums<const V: usize, const COLUMNS: usize, C: Cell, L>(
+    weights: &[f32],
+    rows: &RowsAt,
+    cells: &[C],
+    load: L,
+    out: &mut [f32],
+) where
+    L: Fn(&[C; LANES]) -> [__m512; 2] + Copy,
+{
     let (width, len) = (rows.width(), rows.len());
     let count = weights.len() / len;
     let mut each: [&[f32]; V] = [&[]; V];
@@ -132,12 +172,12 @@ fn sums<const V: usize, const C: usize>(weights: &[f32], rows: &RowsAt, out: &mu
         each[v] = &weights[v.min(count - 1) * len..][..len];
     }
     let chunks = width / LANES;
-    let together = chunks / C * C;
-    for first in (0..together).step_by(C) {
-        walk::<V, C>(&each, rows, first, count, out);
+    let together = chunks / COLUMNS * COLUMNS;
+    for first in (0..together).step_by(COLUMNS) {
+        walk::<V, COLUMNS, _, _>(&each, rows, cells, load, first, count, out);
     }
     for first in together..chunks {
-        walk::<V, 1>(&each, rows, first, count, out);
+        walk::<V, 1, _, _>(&each, rows, cells, load, first, count, out);
     }
     let start = chunks * LANES;
     if start < width {
@@ -145,38 +185,42 @@ fn sums<const V: usize, const C: usize>(weights: &[f32], rows: &RowsAt, out: &mu
             weights
                 .iter()
                 .enumerate()
-                .for_each(|(r, weight)| lanes::axpy(*weight, &rows.row(r)[start..], &mut out[start..]));
+                .for_each(|(r, weight)| lanes::axpy(*weight, &rows.row(cells, r)[start..], &mut out[start..]));
         }
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn walk<const V: usize, const C: usize>(
+fn walk<const V: usize, const COLUMNS: usize, C, L>(
     weights: &[&[f32]; V],
     rows: &RowsAt,
+    cells: &[C],
+    load: L,
     first: usize,
     count: usize,
     out: &mut [f32],
-) {
+) where
+    L: Fn(&[C; LANES]) -> [__m512; 2],
+{
     let width = rows.width();
-    let columns = first * LANES..(first + C) * LANES;
-    let mut sums = [[[_mm512_setzero_ps(); 2]; C]; V];
+    let columns = first * LANES..(first + COLUMNS) * LANES;
+    let mut sums = [[[_mm512_setzero_ps(); 2]; COLUMNS]; V];
     for v in 0..V {
         let out = out[v.min(count - 1) * width..][..width][columns.clone()].as_chunks::<LANES>().0;
-        for c in 0..C {
+        for c in 0..COLUMNS {
             sums[v][c] = load_lanes(&out[c]);
         }
     }
     for r in 0..rows.len() {
-        let row = rows.row(r)[columns.clone()].as_chunks::<LANES>().0;
-        let mut values = [[_mm512_setzero_ps(); 2]; C];
-        for c in 0..C {
-            values[c] = load_lanes(&row[c]);
+        let row = rows.row(cells, r)[columns.clone()].as_chunks::<LANES>().0;
+        let mut values = [[_mm512_setzero_ps(); 2]; COLUMNS];
+        for c in 0..COLUMNS {
+            values[c] = load(&row[c]);
         }
         for v in 0..V {
             let weight = _mm512_set1_ps(weights[v][r]);
-            for c in 0..C {
+            for c in 0..COLUMNS {
                 sums[v][c][0] = _mm512_fmadd_ps(weight, values[c][0], sums[v][c][0]);
                 sums[v][c][1] = _mm512_fmadd_ps(weight, values[c][1], sums[v][c][1]);
             }
@@ -184,7 +228,7 @@ fn walk<const V: usize, const C: usize>(
     }
     for v in 0..count {
         let out = out[v * width..][..width][columns.clone()].as_chunks_mut::<LANES>().0;
-        for c in 0..C {
+        for c in 0..COLUMNS {
             store_lanes(&mut out[c], sums[v][c]);
         }
     }

@@ -4,6 +4,7 @@
 //! share a key-value head where there are fewer of those.
 
 use super::{Attended, Cached, group_of, pool};
+use crate::kernels::Table;
 use crate::ops::Compute;
 
 /// Shapes of full attention.
@@ -32,7 +33,7 @@ impl Shape {
 /// Attention of query rows at positions `start..`, each over all positions up to its own.
 ///
 /// `q` is `[rows, heads * dim]`, rotated; `cache` is `[positions, 2 * kv_heads * dim]`, keys rotated; `out` is as `q`.
-pub fn attend(compute: &Compute, shape: &Shape, q: &[f32], cache: &[f32], start: usize, out: &mut [f32]) {
+pub fn attend(compute: &Compute, shape: &Shape, q: &[f32], cache: Table, start: usize, out: &mut [f32]) {
     let Shape { heads, dim, .. } = *shape;
     let sharing = heads / shape.kv_heads;
     let group = group_of(sharing, sharing);
@@ -86,7 +87,7 @@ mod tests {
                 let team = Team::new(threads);
                 let c = Compute { kernels: Kernels::best(), team, activations: Activations::F32 };
                 let mut out = vec![0.0; rows * s.queries()];
-                attend(&c, &s, &q, &cache, start, &mut out);
+                attend(&c, &s, &q, Table::F32(&cache), start, &mut out);
                 for (row, got) in out.chunks_exact(s.queries()).enumerate() {
                     let want = naive(&s, &q[row * s.queries()..], &cache, start + row + 1);
                     for (i, (got, want)) in got.iter().zip(want).enumerate() {
@@ -96,7 +97,7 @@ mod tests {
                 }
                 // One row alone gives the bits it has in the batch.
                 let mut alone = vec![0.0; s.queries()];
-                attend(&c, &s, &q[s.queries()..], &cache, start + 1, &mut alone);
+                attend(&c, &s, &q[s.queries()..], Table::F32(&cache), start + 1, &mut alone);
                 assert_eq!(alone, out[s.queries()..], "{s:?}");
                 outs.push(out);
             }

@@ -10,7 +10,7 @@
 use std::ops::Range;
 
 use super::{Attended, Cached, attended_block, group_of, pool};
-use crate::kernels::{Kernels, RowsAt, WeightRef};
+use crate::kernels::{Kernels, RowsAt, Table, WeightRef};
 use crate::limits::{HEAD_GROUP, MAX_KV_RANK, SCORE_BLOCK};
 use crate::ops::Compute;
 use crate::ops::room::Room;
@@ -105,7 +105,7 @@ pub fn absorbed<'s>(
     shape: &Shape,
     kv_b: &WeightRef,
     q: &[f32],
-    cache: &[f32],
+    cache: Table,
     attended: &(dyn Fn(usize) -> Attended<'s> + Sync),
     scratch: &mut Scratch,
     out: &mut [f32],
@@ -162,7 +162,7 @@ fn carry(
     }
     // The same sums in the same order.
     for_decoded(k, kv_b, keys, |first, decoded, at| {
-        let decoded = RowsAt::new(decoded, shape.rank, 0..shape.rank, at);
+        let decoded = RowsAt::new(Table::F32(decoded), shape.rank, 0..shape.rank, at);
         for row in 0..rows {
             let weights = &query(row)[first..][..at.len()];
             k.add_weighted(weights, &decoded, &mut queries[slot(row)..][..shape.rank]);
@@ -196,7 +196,7 @@ fn values(
             let slots = &slots[..SCORE_BLOCK.min(rows - start)];
             let mut products = [0.0f32; DECODED_TOGETHER * SCORE_BLOCK];
             let products = &mut products[..decoded.len() / shape.rank * slots.len()];
-            k.dots(decoded, &RowsAt::new(pooled, shape.rank, 0..shape.rank, slots), products);
+            k.dots(decoded, &RowsAt::new(Table::F32(pooled), shape.rank, 0..shape.rank, slots), products);
             for (d, products) in (first..).zip(products.chunks_exact(slots.len())) {
                 for (slot, product) in slots.iter().zip(products) {
                     outs[*slot as usize * shape.value + d] = *product;
@@ -227,7 +227,7 @@ pub fn explicit<'s>(
     shape: &Shape,
     kv_b: &WeightRef,
     q: &[f32],
-    cache: &[f32],
+    cache: Table,
     positions: usize,
     attended: &(dyn Fn(usize) -> Attended<'s> + Sync),
     scratch: &mut Scratch,
@@ -251,9 +251,9 @@ pub fn explicit<'s>(
         let heads = &mut scratch.heads[first * rows * shape.value..][..count * rows * shape.value];
         team.for_chunks2(rebuilt, per_thread, heads, rows * shape.value, &|i, rebuilt, outs| {
             let head = first + i;
-            rebuild(k, shape, kv_b, head, &cache[..positions * shape.cached()], rebuilt);
+            rebuild(k, shape, kv_b, head, cache, &mut rebuilt[..positions * width]);
             let (key, value) = (0..shape.query(), shape.query()..width);
-            let cached = Cached { rows: rebuilt, width, key, value };
+            let cached = Cached { rows: Table::F32(rebuilt), width, key, value };
             let queries = &query[head * rows * shape.query()..][..rows * shape.query()];
             let mut row = 0;
             while row < rows {
@@ -277,11 +277,11 @@ fn together<'s>(row: usize, rows: usize, attended: &dyn Fn(usize) -> Attended<'s
 }
 
 /// Keys and values of one head for every position: `rebuilt[position] = [key | rotary key | value]`.
-fn rebuild(k: &Kernels, shape: &Shape, kv_b: &WeightRef, head: usize, cache: &[f32], rebuilt: &mut [f32]) {
+fn rebuild(k: &Kernels, shape: &Shape, kv_b: &WeightRef, head: usize, cache: Table, rebuilt: &mut [f32]) {
     let (block, width) = (shape.nope + shape.value, shape.rebuilt_width());
-    let positions = cache.len() / shape.cached();
-    for (cached, rebuilt) in cache.chunks_exact(shape.cached()).zip(rebuilt.chunks_exact_mut(width)) {
-        rebuilt[shape.nope..shape.query()].copy_from_slice(&cached[shape.rank..]);
+    let positions = rebuilt.len() / width;
+    for (position, rebuilt) in rebuilt.chunks_exact_mut(width).enumerate() {
+        cache.copy_to(position * shape.cached() + shape.rank, &mut rebuilt[shape.nope..shape.query()]);
     }
     let mut room = [0; SCORE_BLOCK];
     for_decoded(k, kv_b, head * block..(head + 1) * block, |first, decoded, _| {
@@ -312,7 +312,7 @@ fn gather_heads(shape: &Shape, group: usize, rows: usize, heads: &[f32], out: &m
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::kernels::{Format, MatrixSpec, Team};
+    use crate::kernels::{Format, MatrixSpec, Team, bf16_of};
     use crate::ops::Activations;
 
     const SHAPE: Shape = Shape { heads: 6, nope: 5, rope: 4, value: 3, rank: 7 };
@@ -371,6 +371,8 @@ pub(super) mod tests {
         let bytes: Vec<u8> = kv_b.iter().flat_map(|v| v.to_le_bytes()).collect();
         let w = WeightRef::new(spec, &bytes, &[]);
         let (q, cache) = (noise(rows * s.heads * s.query(), 2), noise(positions * s.cached(), 3));
+        let halves: Vec<u16> = cache.iter().map(|value| bf16_of(*value)).collect();
+        let rounded: Vec<f32> = halves.iter().map(|half| f32::from_bits(u32::from(*half) << 16)).collect();
         let sparse: Vec<u32> = (0..positions as u32).filter(|p| p % 3 == 1).collect();
         let attended = |row: usize| match row {
             0 => Attended::Prefix(1),
@@ -378,18 +380,19 @@ pub(super) mod tests {
             _ => Attended::Listed(&sparse),
         };
         let mut outs = vec![];
-        for threads in [1, 2] {
+        let held = [(Table::F32(&cache), &cache), (Table::F32(&rounded), &rounded), (Table::Bf16(&halves), &rounded)];
+        for ((held, floats), threads) in held.into_iter().flat_map(|held| [(held, 1), (held, 2)]) {
             let c = compute(threads);
             let mut scratch = Scratch::new(&s, rows, threads, positions, &mut Room::default());
             let (mut a, mut b) = (vec![0.0; rows * s.heads * s.value], vec![0.0; rows * s.heads * s.value]);
-            absorbed(&c, &s, &w, &q, &cache, &attended, &mut scratch, &mut a);
-            explicit(&c, &s, &w, &q, &cache, positions, &attended, &mut scratch, &mut b);
+            absorbed(&c, &s, &w, &q, held, &attended, &mut scratch, &mut a);
+            explicit(&c, &s, &w, &q, held, positions, &attended, &mut scratch, &mut b);
             for row in 0..rows {
                 let list: Vec<u32> = match attended(row) {
                     Attended::Prefix(n) => (0..n as u32).collect(),
                     Attended::Listed(p) => p.to_vec(),
                 };
-                let want = naive(&kv_b, &q[row * s.heads * s.query()..], &cache, &list);
+                let want = naive(&kv_b, &q[row * s.heads * s.query()..], floats, &list);
                 for (i, want) in want.iter().enumerate() {
                     let at = row * s.heads * s.value + i;
                     assert!((f64::from(a[at]) - want).abs() < 3e-6, "absorbed row {row} value {i}: {} {want}", a[at]);
@@ -399,11 +402,13 @@ pub(super) mod tests {
             // One row alone gives the bits it has in the batch.
             let mut alone = vec![0.0; s.heads * s.value];
             let query = &q[2 * s.heads * s.query()..];
-            absorbed(&c, &s, &w, query, &cache, &|_| attended(2), &mut scratch, &mut alone);
+            absorbed(&c, &s, &w, query, held, &|_| attended(2), &mut scratch, &mut alone);
             assert_eq!(alone, a[2 * s.heads * s.value..]);
             outs.push((a, b));
         }
-        assert_eq!(outs[0], outs[1], "thread count changed a bit");
+        assert!(outs[0] == outs[1] && outs[2] == outs[3], "thread count changed a bit");
+        assert!(outs[4] == outs[2] && outs[5] == outs[2], "halves are not the numbers they are the halves of");
+        assert!(outs[0] != outs[2], "rounding makes no difference");
     }
 
     #[test]

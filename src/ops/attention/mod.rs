@@ -8,7 +8,7 @@ pub mod latent;
 
 use std::ops::Range;
 
-use crate::kernels::{Kernels, RowsAt};
+use crate::kernels::{Kernels, RowsAt, Table};
 use crate::limits::{HEAD_GROUP, SCORE_BLOCK};
 
 /// The positions that one query row attends to, ascending.
@@ -51,7 +51,7 @@ impl Running {
 
 /// The cache as heads see it that share a key and a value: rows, and which part of a row is which.
 struct Cached<'a> {
-    rows: &'a [f32],
+    rows: Table<'a>,
     width: usize,
     key: Range<usize>,
     value: Range<usize>,
