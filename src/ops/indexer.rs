@@ -20,7 +20,7 @@ pub struct Selection {
     /// Per row: positions visible to it.
     visible: Vec<usize>,
     scores: Vec<f32>,
-    order: Vec<u32>,
+    order: Vec<i32>,
 }
 
 impl Selection {

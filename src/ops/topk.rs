@@ -2,19 +2,51 @@
 
 /// Indices of the `k` largest of `values`, ascending by index, into `out` (cleared first).
 ///
-/// Linear in `values.len()`: a selection, not a sort. `scratch` keeps its capacity between calls.
-pub fn largest(values: &[f32], k: usize, scratch: &mut Vec<u32>, out: &mut Vec<u32>) {
+/// The least value that is taken is found bit by bit, by counting how many are as large: as many passes as it has bits,
+/// each over a list that is as long as `values` and is walked from end to end. Nothing is sorted. `ranks` keeps its
+/// capacity between calls.
+pub fn largest(values: &[f32], k: usize, ranks: &mut Vec<i32>, out: &mut Vec<u32>) {
     out.clear();
     if k >= values.len() {
         out.extend(0..values.len() as u32);
         return;
     }
-    scratch.clear();
-    scratch.extend(0..values.len() as u32);
-    let better = |a: &u32, b: &u32| values[*b as usize].total_cmp(&values[*a as usize]).then(a.cmp(b));
-    scratch.select_nth_unstable_by(k, better);
-    out.extend_from_slice(&scratch[..k]);
-    out.sort_unstable();
+    ranks.clear();
+    ranks.extend(values.iter().map(|value| rank(*value)));
+    let at_least = |least: i32| ranks.iter().map(|rank| i32::from(*rank >= least)).sum::<i32>() as usize;
+    // As its bits count upwards from the lowest rank.
+    let mut steps = 0u32;
+    for bit in (0..u32::BITS).rev() {
+        let taken = at_least(rank_after(steps | 1 << bit));
+        if taken >= k {
+            steps |= 1 << bit;
+        }
+        if taken == k {
+            break;
+        }
+    }
+    let least = rank_after(steps);
+    let mut equal = k - ranks.iter().map(|rank| i32::from(*rank > least)).sum::<i32>() as usize;
+    for (index, rank) in (0..).zip(ranks.iter()) {
+        if *rank > least {
+            out.push(index);
+        } else if *rank == least && equal > 0 {
+            equal -= 1;
+            out.push(index);
+        }
+    }
+}
+
+/// An integer that is larger where `value` is larger, as [`f32::total_cmp`] has it.
+fn rank(value: f32) -> i32 {
+    let bits = value.to_bits() as i32;
+    // Of a negative number all bits but the sign count downwards.
+    bits ^ ((bits >> 31) as u32 >> 1) as i32
+}
+
+/// So many steps above the lowest rank.
+fn rank_after(steps: u32) -> i32 {
+    (steps ^ 1 << 31) as i32
 }
 
 #[cfg(test)]
@@ -31,6 +63,17 @@ mod tests {
     fn ties_go_to_the_lower_position() {
         assert_eq!(run(&[1.0, 3.0, 3.0, 3.0, 0.0], 2), [1, 2]);
         assert_eq!(run(&[0.0, 0.0, 0.0, 0.0], 3), [0, 1, 2]);
+    }
+
+    #[test]
+    fn what_is_larger_has_the_larger_rank() {
+        let ascending =
+            [f32::NEG_INFINITY, f32::MIN, -2.0, -1.0, -f32::MIN_POSITIVE, -1e-45, -0.0, 0.0, 1e-45, 1.0, f32::INFINITY];
+        for pair in ascending.windows(2) {
+            assert!(rank(pair[0]) < rank(pair[1]), "{pair:?}");
+            assert_eq!(run(pair, 1), [1], "{pair:?}");
+        }
+        assert_eq!((rank_after(0), rank_after(u32::MAX)), (i32::MIN, i32::MAX));
     }
 
     #[test]
