@@ -14,7 +14,7 @@ use std::time::Instant;
 use millstream::kernels::{Format, Kernels, MatrixSpec, Table, Team, WeightRef, bf16_of};
 use millstream::ops::attention::Attended;
 use millstream::ops::attention::latent::{self, Scratch, Shape};
-use millstream::ops::indexer::Selection;
+use millstream::ops::indexer::{Scored, Selection};
 use millstream::ops::room::Room;
 use millstream::ops::{Activations, Compute};
 
@@ -118,12 +118,13 @@ impl Stock {
         let kv_b = WeightRef::new(KV_B, &self.kv_b, &self.scales);
         let room = &mut Room::default();
         if let Work::Select = work {
-            let mut selection = Selection::new(rows, positions, TOP_K.min(positions / 2), room);
+            let mut selection = Selection::new(rows, positions, TOP_K.min(positions / 2), threads, room);
             let (queries, weights) = (&self.queries[..rows * INDEX_HEADS * INDEX_DIM], vec![0.1; rows * INDEX_HEADS]);
             let keys = if halves { Table::Bf16(&self.keys_halves) } else { Table::F32(&self.keys) };
+            let of = Scored { heads: INDEX_HEADS, dim: INDEX_DIM, queries, weights: &weights, keys };
             let mut call = || {
                 let started = Instant::now();
-                selection.select(compute, INDEX_HEADS, INDEX_DIM, first, queries, &weights, keys);
+                selection.select(compute, 0, first, &of);
                 started.elapsed().as_secs_f64()
             };
             call();

@@ -16,8 +16,11 @@ pub const MAX_EXPERTS: usize = 1 << 14;
 pub const MAX_GROUPS: usize = 256;
 /// Experts a token may choose in one layer.
 pub const MAX_TOP_K: usize = 64;
-/// Rows of one forward step: a prefill chunk, or the sequences of a batch.
-pub const MAX_ROWS: usize = 512;
+/// Rows of one forward step: a prefill chunk, or the sequences of a batch. A chunk reads nearly all experts of a model that
+/// is larger than memory, so that a long prompt is read by as few as possible.
+pub const MAX_ROWS: usize = 2048;
+/// Rows of a step that attention takes at a time: it reads no expert, and its buffers are the widest that rows have.
+pub const ATTENTION_ROWS: usize = 512;
 /// Compute threads.
 pub const MAX_THREADS: usize = 1024;
 /// Width of the compressed key-value latent; absorbed attention decodes one such row on the stack.
@@ -121,7 +124,7 @@ pub const CHECK_WORKERS_MAX: usize = 4;
 /// Layers ahead of which experts are guessed.
 pub const LOOKAHEAD_LAYERS_MAX: usize = 2;
 /// Bytes of one step in a routing trace: every layer's choices and guesses for as many rows as a step may have.
-pub const MAX_TRACE_STEP_BYTES: usize = 1 << 28;
+pub const MAX_TRACE_STEP_BYTES: usize = 1 << 30;
 /// Bytes of a usage history that is read: one number for every expert that a model may have.
 pub const MAX_HISTORY_BYTES: u64 = 1 << 28;
 /// Percent of the expert cache that a history of selections may pin.

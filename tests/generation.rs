@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use millstream::checkpoint::Checkpoint;
 use millstream::engine::sampler::Sampling;
-use millstream::engine::{AttentionForm, Engine, EngineConfig, EngineError, Finish, Forced, Job, Memory, Outcome};
+use millstream::engine::{
+    AttentionForm, Engine, EngineConfig, EngineError, Finish, Forced, Job, KvBits, Memory, Outcome,
+};
 
 fn checkpoint() -> Checkpoint {
     Checkpoint::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/glm-tales")).unwrap()
@@ -150,6 +152,34 @@ fn chunks_change_no_bit_under_the_default_form_of_attention() {
 }
 
 #[test]
+fn chunks_of_which_attention_takes_a_part_at_a_time_change_no_bit() {
+    // More rows than attention takes together, the later ones beyond the 256 positions that are kept for each.
+    let prompt: Vec<u32> = (0..1100).map(|i| (i * i * 31 + i * 17 + 5) % 4000).collect();
+    let job = Job { prompt, ..job(4) };
+    for (attention, kv_bits) in [
+        (AttentionForm::Absorbed, KvBits::Bits32),
+        (AttentionForm::Absorbed, KvBits::Bits16),
+        (AttentionForm::Explicit, KvBits::Bits32),
+    ] {
+        let answer = |rows, threads, slabs| {
+            let mut engine = engine(|c| {
+                (c.attention, c.kv_bits) = (attention, kv_bits);
+                (c.prefill_rows, c.threads, c.memory) = (rows, threads, Memory::Slabs(slabs));
+            });
+            let ids = generate(&mut engine, &job).ids;
+            (ids, engine.logits().iter().map(|logit| logit.to_bits()).collect::<Vec<u32>>())
+        };
+        let expected = answer(100, 1, 200);
+        for (rows, threads, slabs) in [(1100, 1, 200), (2048, 2, 20), (600, 3, 1)] {
+            assert!(
+                answer(rows, threads, slabs) == expected,
+                "{attention:?}, {kv_bits:?}, {rows} rows, {threads} threads"
+            );
+        }
+    }
+}
+
+#[test]
 fn sizes_no_engine_can_have_are_refused_at_open() {
     let refused = |change: &dyn Fn(&mut EngineConfig)| {
         let mut config = EngineConfig::new(1 << 30);
@@ -157,8 +187,8 @@ fn sizes_no_engine_can_have_are_refused_at_open() {
         Engine::open(checkpoint(), &config).map(|_| ()).unwrap_err().to_string()
     };
     assert_eq!(refused(&|c| c.threads = 0), "0 compute threads: there must be 1 to 1024");
-    assert_eq!(refused(&|c| c.prefill_rows = 0), "0 rows of a prefill chunk: there must be 1 to 512");
-    assert_eq!(refused(&|c| c.prefill_rows = 513), "513 rows of a prefill chunk: there must be 1 to 512");
+    assert_eq!(refused(&|c| c.prefill_rows = 0), "0 rows of a prefill chunk: there must be 1 to 2048");
+    assert_eq!(refused(&|c| c.prefill_rows = 2049), "2049 rows of a prefill chunk: there must be 1 to 2048");
     assert!(refused(&|c| c.memory = Memory::Slabs(0)).starts_with("0 slabs: there must be 1"));
 }
 

@@ -12,7 +12,7 @@ use crate::engine::config::DEFAULT_PREFILL_ROWS;
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
 use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
-use crate::limits::{PROGRAM_REST_BYTES, THREAD_BYTES, TOKENIZER_TIMES};
+use crate::limits::{MAX_ROWS, PROGRAM_REST_BYTES, THREAD_BYTES, TOKENIZER_TIMES};
 
 use super::Failure;
 use super::args::{self, Chunk, EngineArgs, KernelChoice, Ram, RunArgs, Seed, WidthArgs};
@@ -309,7 +309,7 @@ impl RunConfig {
 
     /// No prompt has more than so many tokens.
     pub fn prompt_has(&mut self, tokens: usize) {
-        self.prefill_rows = tokens.clamp(1, DEFAULT_PREFILL_ROWS);
+        self.prefill_rows = tokens.clamp(1, MAX_ROWS);
     }
 }
 
@@ -607,7 +607,7 @@ mod tests {
             config.engine(context).prefill_rows
         };
         assert_eq!((rows(3, "8"), rows(3, "2000"), rows(511, "-1")), (3, 3, 511));
-        assert_eq!((rows(512, "1"), rows(3000, "1")), (512, 512), "chunks are no longer than they were");
+        assert_eq!((rows(2048, "1"), rows(3000, "1")), (2048, 2048), "no more than a step takes");
         assert_eq!(decided(&[], &[]).unwrap().engine(4096).prefill_rows, 512, "of a prompt that nobody knows");
     }
 

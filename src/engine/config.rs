@@ -17,8 +17,8 @@ use crate::store::policy::PolicyKind;
 /// Context when neither the user nor a smaller model says otherwise: the cache of a longer one costs memory up front.
 pub const DEFAULT_CONTEXT: usize = 4096;
 
-/// Rows of a prefill chunk: every chunk of a long prompt reads nearly all experts once, so as many as are allowed.
-pub const DEFAULT_PREFILL_ROWS: usize = MAX_ROWS;
+/// Rows of a prefill chunk where nobody knows the prompt, and those that are always had where there is as much prompt.
+pub const DEFAULT_PREFILL_ROWS: usize = 512;
 
 /// Which arithmetic attention uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,7 +116,8 @@ pub struct EngineConfig {
     pub threads: usize,
     /// Positions a sequence may have; `None` for the model's maximum, at most [`DEFAULT_CONTEXT`].
     pub context: Option<usize>,
-    /// Rows of a prefill chunk, at most [`MAX_ROWS`]; a shorter context takes no more than it has.
+    /// Rows of a prefill chunk, at most [`MAX_ROWS`]; a shorter context takes no more than it has, and of more than
+    /// [`DEFAULT_PREFILL_ROWS`] only those whose buffers leave the experts most of their memory.
     pub prefill_rows: usize,
     /// Instruction set; `None` for the best the machine has.
     pub isa: Option<Isa>,

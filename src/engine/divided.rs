@@ -7,7 +7,7 @@ use millstream_io::{Access, FileId, FileSet, SlabPool, settle};
 use super::budget::{Budget, Demand, Narrower, Slabs, TooSmall};
 use super::config::Memory;
 use super::sampler::Sampler;
-use super::{EngineConfig, EngineError, context_of, experts, forms_of, scales, sparse_of};
+use super::{EngineConfig, EngineError, context_of, experts, forms_of, rows, scales, sparse_of};
 use crate::checkpoint::convert::{Width, Widths};
 use crate::checkpoint::{Checkpoint, ExpertSource, mirror};
 use crate::forward::{ExpertScratch, Form, KvCache, State, latent_shape, rope_of};
@@ -58,7 +58,10 @@ impl<'a> Divided<'a> {
         let plan = Plan::new(checkpoint, files.clone(), config.load_mtp, &config.widths)?;
         let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
         let requantized = experts::check(checkpoint, config)?;
-        let fixed = demand(checkpoint, config, context, sparse, explicit, &files, &plan);
+        let rows = rows::choose(config, context, |rows| {
+            demand(checkpoint, config, context, rows, sparse, explicit, &files, &plan)
+        });
+        let fixed = demand(checkpoint, config, context, rows, sparse, explicit, &files, &plan);
         let fixed = Demand { working: fixed.working + (requantized * size_of::<f32>()) as u64, ..fixed };
         let memory = config.memory;
         let (table, budget) = divide(checkpoint, config, &files, &fixed, memory).map_err(|error| match error {
@@ -73,7 +76,7 @@ impl<'a> Divided<'a> {
             fixed,
             context,
             sparse,
-            rows: rows_of(config, context),
+            rows,
             kernels,
             prompt_form,
             decode_form,
@@ -112,22 +115,18 @@ impl<'a> Divided<'a> {
     }
 }
 
-/// Rows of a step at most.
-fn rows_of(config: &EngineConfig, context: usize) -> usize {
-    config.prefill_rows.min(context)
-}
-
-/// What everything but the experts will take, counted by what will allocate it.
+/// What everything but the experts will take where a step has up to `rows` rows, counted by what will allocate it.
 fn demand(
     checkpoint: &Checkpoint,
     config: &EngineConfig,
     context: usize,
+    rows: usize,
     sparse: bool,
     explicit: bool,
     files: &FileSet,
     plan: &Plan,
 ) -> Demand<'static> {
-    let (arch, threads, rows) = (&checkpoint.arch, config.threads, rows_of(config, context));
+    let (arch, threads) = (&checkpoint.arch, config.threads);
     let (mut room, mut working) = (Room::counting(), Room::counting());
     // What the explicit form rebuilds is counted by itself.
     State::new(arch, rows, context, threads, false, &mut room);

@@ -4,7 +4,9 @@ use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use super::config::DEFAULT_PREFILL_ROWS;
 use super::overlap::Readings;
+use super::rows::chunk_of;
 use super::sampler::Sampling;
 use super::stats::Fetched;
 use super::{Engine, EngineError};
@@ -135,7 +137,7 @@ impl Engine {
         self.check_ids(tokens)?;
         self.begin(tokens.len());
         let form = self.prompt_form;
-        let result = tokens.chunks(self.prefill_rows).try_for_each(|chunk| {
+        let result = tokens.chunks(self.scored_rows()).try_for_each(|chunk| {
             self.observed_step(&Step { tokens: chunk, form, logits: Logits::All, cancel }, observer)?;
             take(self.state.logits());
             Ok(())
@@ -174,15 +176,16 @@ impl Engine {
         self.begin(tokens.len());
         let (form, width, cancel) = (self.prompt_form, self.model.arch.hidden, &AtomicBool::new(false));
         let mut hidden = Vec::with_capacity(tokens.len() * width);
-        for chunk in tokens.chunks(self.prefill_rows) {
+        for chunk in tokens.chunks(self.scored_rows()) {
             self.step(&Step { tokens: chunk, form, logits: Logits::All, cancel })?;
             hidden.extend_from_slice(self.state.final_hidden(chunk.len(), width));
         }
         self.kv.truncate(0);
-        let Engine { model, experts, state, meter, prefill_rows, .. } = self;
-        let mut kv = KvCache::for_mtp(&model.arch, tokens.len(), model.sparse, self.kv.bits());
+        let rows = self.scored_rows();
+        let Engine { model, experts, kv, state, meter, .. } = self;
+        let mut kv = KvCache::for_mtp(&model.arch, tokens.len(), model.sparse, kv.bits());
         let mut scores = Vec::with_capacity(tokens.len() * model.arch.vocab);
-        for (next, hidden) in tokens[1..].chunks(*prefill_rows).zip(hidden.chunks(*prefill_rows * width)) {
+        for (next, hidden) in tokens[1..].chunks(rows).zip(hidden.chunks(rows * width)) {
             forward::mtp_step(model, experts, &mut kv, state, meter, next, &hidden[..next.len() * width])?;
             scores.extend_from_slice(state.logits());
         }
@@ -215,8 +218,9 @@ impl Engine {
         cancel: &AtomicBool,
         observer: &mut dyn Observer,
     ) -> Result<(), EngineError> {
-        let (form, chunks) = (self.prompt_form, prompt.len().div_ceil(self.prefill_rows));
-        for (i, tokens) in prompt.chunks(self.prefill_rows).enumerate() {
+        let (form, rows) = (self.prompt_form, chunk_of(prompt.len(), self.prefill_rows));
+        let chunks = prompt.len().div_ceil(rows);
+        for (i, tokens) in prompt.chunks(rows).enumerate() {
             let logits = if i + 1 == chunks { Logits::Last } else { Logits::None };
             self.observed_step(&Step { tokens, form, logits, cancel }, observer)?;
         }
@@ -276,6 +280,11 @@ impl Engine {
 
     pub(super) fn readings(&self) -> Readings {
         Readings::take(&self.meter, &self.experts.store.device().stats())
+    }
+
+    /// Rows of a chunk whose logits are all wanted: those take more memory than anything else of a row.
+    fn scored_rows(&self) -> usize {
+        self.prefill_rows.min(DEFAULT_PREFILL_ROWS)
     }
 
     fn step(&mut self, step: &Step) -> Result<(), EngineError> {

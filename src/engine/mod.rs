@@ -12,6 +12,7 @@ mod integrity;
 pub mod overlap;
 pub mod predict;
 pub mod quality;
+mod rows;
 pub mod sampler;
 mod scales;
 pub mod stats;

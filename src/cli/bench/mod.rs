@@ -144,6 +144,7 @@ pub fn bench(args: &BenchArgs, machine: &Machine) -> Result<Done, Failure> {
         How { repetitions: args.repetitions.unwrap_or(REPETITIONS_DEFAULT), cold: args.cold, warmup: !args.no_warmup };
     let waiting = render::Waiting::begin("opening the model", args.quiet);
     let context = tests.iter().map(Test::context).max().unwrap_or(1);
+    config.prompt_has(context);
     let subject = cold::Subject { dir: &model.dir, witness: &witness, stop, quiet: args.quiet };
     let measure = Measure { config: &config, context, tokens: &tokens.ids, how, subject, waiting: &waiting };
     let mut taken = Vec::with_capacity(tests.len());

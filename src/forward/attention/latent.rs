@@ -1,12 +1,14 @@
 //! Latent attention: a low-rank query, a latent and a rotary key cached, positions selected by an indexer.
 
+use super::Part;
 use crate::checkpoint::arch::{IndexerArch, IndexerKind, LatentArch};
 use crate::forward::state::{LayerCache, quantized};
-use crate::forward::{Form, Model, Rows};
+use crate::forward::{Form, Model};
 use crate::kernels::{Input, Quantized};
+use crate::limits::ATTENTION_ROWS;
 use crate::model::weights::{IndexerWeights, LatentWeights};
 use crate::ops::attention::latent::{self, Shape};
-use crate::ops::indexer::Selection;
+use crate::ops::indexer::{Scored, Selection};
 use crate::ops::norm;
 use crate::ops::room::Room;
 
@@ -45,21 +47,24 @@ impl Scratch {
         room: &mut Room,
     ) -> Scratch {
         let shape = shape_of(a);
+        // What a row attends to is kept for later layers; everything else is of the rows that are taken together.
+        let selection = |top_k, room: &mut Room| Selection::new(rows, context, top_k, threads, room);
+        let taken = rows.min(ATTENTION_ROWS);
         let (index_heads, index_dim, top_k) = indexer.map_or((0, 0, usize::MAX), |i| (i.heads, i.dim, i.top_k));
         Scratch {
             arch: *a,
-            q_a: room.floats(rows * a.q_rank),
-            q: room.floats(rows * a.heads * shape.query()),
-            kv: room.floats(rows * shape.cached()),
-            context: room.floats(rows * a.heads * a.value),
-            quantized: quantized(rows, a.q_rank.max(a.heads * a.value), room),
+            q_a: room.floats(taken * a.q_rank),
+            q: room.floats(taken * a.heads * shape.query()),
+            kv: room.floats(taken * shape.cached()),
+            context: room.floats(taken * a.heads * a.value),
+            quantized: quantized(taken, a.q_rank.max(a.heads * a.value), room),
             index: IndexScratch {
-                queries: room.floats(rows * index_heads * index_dim),
-                keys: room.floats(rows * index_dim),
-                weights: room.floats(rows * index_heads),
+                queries: room.floats(taken * index_heads * index_dim),
+                keys: room.floats(taken * index_dim),
+                weights: room.floats(taken * index_heads),
             },
-            selection: Selection::new(rows, context, top_k, room),
-            attention: latent::Scratch::new(&shape, rows, threads, if explicit { context } else { 0 }, room),
+            selection: selection(top_k, room),
+            attention: latent::Scratch::new(&shape, taken, threads, if explicit { context } else { 0 }, room),
         }
     }
 }
@@ -77,11 +82,12 @@ pub(super) fn attend(
     cache: &mut LayerCache,
     scratch: &mut Scratch,
     x: &Input,
-    rows: Rows,
+    part: Part,
     form: Form,
     out: &mut [f32],
 ) {
     let Scratch { arch: a, q_a, q, kv, context, quantized, index, selection, attention } = scratch;
+    let Part { first, rows } = part;
     let (c, n, shape) = (&model.compute, rows.count, shape_of(a));
     let view = |m| model.resident.view(m);
     let q_a = &mut q_a[..n * a.q_rank];
@@ -106,15 +112,15 @@ pub(super) fn attend(
 
     match (&w.indexer, kind) {
         (Some(indexer), _) if model.sparse => {
-            select(model, indexer, cache, index, selection, x, &latent_query, rows);
+            select(model, indexer, cache, index, selection, x, &latent_query, part);
         }
         // The selection of the last full layer is still there.
         (None, IndexerKind::Shared) if model.sparse => {}
-        _ => selection.dense(rows.start, n),
+        _ => selection.dense(first, rows.start, n),
     }
 
     let (kv_b, positions) = (view(&w.kv_b), rows.start + n);
-    let attended = |row| selection.row(row);
+    let attended = |row| selection.row(first + row);
     let context = &mut context[..n * a.heads * a.value];
     let cached = cache.rows(positions);
     match form {
@@ -134,8 +140,9 @@ fn select(
     selection: &mut Selection,
     x: &Input,
     latent_query: &Input,
-    rows: Rows,
+    part: Part,
 ) {
+    let Part { first, rows } = part;
     let Some(shape) = model.arch.indexer else { return };
     let (c, n) = (&model.compute, rows.count);
     let keys = &mut scratch.keys[..n * shape.dim];
@@ -147,7 +154,7 @@ fn select(
     }
     let visible = rows.start + n;
     if !selection.is_sparse_at(visible) {
-        selection.dense(rows.start, n);
+        selection.dense(first, rows.start, n);
         return;
     }
     let queries = &mut scratch.queries[..n * shape.heads * shape.dim];
@@ -159,5 +166,6 @@ fn select(
     c.matmul(&model.resident.view(&w.weights_proj), x, weights);
     let factor = 1.0 / (shape.heads as f32).sqrt();
     weights.iter_mut().for_each(|v| *v *= factor);
-    selection.select(c, shape.heads, shape.dim, rows.start, queries, weights, cache.index_keys(visible));
+    let keys = cache.index_keys(visible);
+    selection.select(c, first, rows.start, &Scored { heads: shape.heads, dim: shape.dim, queries, weights, keys });
 }

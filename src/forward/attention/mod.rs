@@ -6,6 +6,7 @@ mod latent;
 use super::state::{LayerCache, State};
 use super::{Form, Model, Rows};
 use crate::checkpoint::arch::{Arch, AttentionArch};
+use crate::limits::ATTENTION_ROWS;
 use crate::model::weights::{AttentionWeights, Layer};
 use crate::ops::attention::latent::Shape;
 use crate::ops::room::Room;
@@ -31,23 +32,38 @@ impl Scratch {
                 let indexer = arch.indexer.as_ref();
                 Scratch::Latent(Box::new(latent::Scratch::new(a, indexer, rows, context, threads, explicit, room)))
             }
-            AttentionArch::Full(a) => Scratch::Full(Box::new(full::Scratch::new(a, rows, room))),
+            AttentionArch::Full(a) => Scratch::Full(Box::new(full::Scratch::new(a, rows.min(ATTENTION_ROWS), room))),
         }
     }
 }
 
+/// Rows of a step that are taken together.
+#[derive(Clone, Copy)]
+struct Part {
+    /// Which row of the step is the first.
+    first: usize,
+    rows: Rows,
+}
+
 /// Attends from the rows in `state.normed`; the result, `[rows, hidden]`, goes to `state.branch`.
 pub(super) fn block(model: &Model, layer: &Layer, cache: &mut LayerCache, state: &mut State, rows: Rows, form: Form) {
-    let used = rows.count * model.arch.hidden;
+    let hidden = model.arch.hidden;
     let State { normed, branch, attention, quantized, .. } = state;
-    let x = model.compute.input(&normed[..used], rows.count, model.arch.hidden, quantized);
-    let out = &mut branch[..used];
-    match (&layer.attention, attention) {
-        (AttentionWeights::Latent(w), Scratch::Latent(scratch)) => {
-            latent::attend(model, w, layer.arch.indexer, cache, scratch, &x, rows, form, out);
+    for first in (0..rows.count).step_by(ATTENTION_ROWS) {
+        let count = ATTENTION_ROWS.min(rows.count - first);
+        let part = Part { first, rows: Rows { start: rows.start + first, count } };
+        let used = first * hidden..(first + count) * hidden;
+        let x = model.compute.input(&normed[used.clone()], count, hidden, quantized);
+        let out = &mut branch[used];
+        match (&layer.attention, &mut *attention) {
+            (AttentionWeights::Latent(w), Scratch::Latent(scratch)) => {
+                latent::attend(model, w, layer.arch.indexer, cache, scratch, &x, part, form, out);
+            }
+            (AttentionWeights::Full(w), Scratch::Full(scratch)) => {
+                full::attend(model, w, cache, scratch, &x, part.rows, out);
+            }
+            _ => unreachable!("weights and buffers are both made for the attention of the model"),
         }
-        (AttentionWeights::Full(w), Scratch::Full(scratch)) => full::attend(model, w, cache, scratch, &x, rows, out),
-        _ => unreachable!("weights and buffers are both made for the attention of the model"),
     }
 }
 

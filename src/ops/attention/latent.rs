@@ -310,7 +310,7 @@ fn gather_heads(shape: &Shape, group: usize, rows: usize, heads: &[f32], out: &m
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(in crate::ops) mod tests {
     use super::*;
     use crate::kernels::{Format, MatrixSpec, Team, bf16_of};
     use crate::ops::Activations;
