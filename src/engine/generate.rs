@@ -220,10 +220,12 @@ impl Engine {
     ) -> Result<(), EngineError> {
         let (form, rows) = (self.prompt_form, chunk_of(prompt.len(), self.prefill_rows));
         let chunks = prompt.len().div_ceil(rows);
+        self.allow_guesses_of(rows);
         for (i, tokens) in prompt.chunks(rows).enumerate() {
             let logits = if i + 1 == chunks { Logits::Last } else { Logits::None };
             self.observed_step(&Step { tokens, form, logits, cancel }, observer)?;
         }
+        self.allow_guesses_of(1);
         self.times.prefill = Some(self.meter.wall());
         self.times.before_decode = self.readings();
         self.times.of_prefill = self.fetched();

@@ -102,6 +102,15 @@ impl Turning {
     }
 }
 
+/// Of one row guesses hold as many slots as it asks for in each layer ahead, and again as many that turned out wrong; one row
+/// always finds its slots. Many rows ask for nearly all experts of a layer, so that nearly all guesses are right: they hold
+/// half of the slots, and the drive has work while the next layer attends.
+fn allow_guesses(experts: &mut Streamed, layers: usize, top_k: usize, rows: usize) {
+    let few = (1 + layers) * top_k;
+    let half = experts.store.pool().slabs() / 2;
+    experts.store.allow_guesses(if rows > 1 { few.max(half) } else { few }, top_k);
+}
+
 impl Engine {
     /// The switches as they were asked for.
     pub fn switches(&self) -> Switches {
@@ -130,9 +139,13 @@ impl Engine {
         }
         model.guess_from = rule.from;
         experts.ahead = rule.layers;
-        // As many as one row asks for in each layer ahead, and again as many that turned out wrong; one row always finds
-        // its slots.
-        experts.store.allow_guesses((1 + rule.layers) * top_k, top_k);
+        allow_guesses(experts, rule.layers, top_k, 1);
         turning.begin(experts);
+    }
+
+    /// Makes room for the guesses that steps of `rows` rows make.
+    pub(super) fn allow_guesses_of(&mut self, rows: usize) {
+        let (layers, top_k) = (self.turning.asked.guess.layers, self.model.arch.moe.top_k);
+        allow_guesses(&mut self.experts, layers, top_k, rows);
     }
 }

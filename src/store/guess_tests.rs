@@ -91,6 +91,25 @@ fn a_right_guess_is_read_once_and_is_there() {
 }
 
 #[test]
+fn guesses_that_misses_leave_no_slab_are_read_once_those_have_theirs() {
+    let fixture = fixture();
+    // A request of twice the slabs there are, as a long prompt makes it: while it is served, slabs come free for what
+    // comes after it, two of three for guesses.
+    let (mut store, taken) = fixture.watched(3, &SimConfig::calm(1));
+    store.allow_guesses(2, 1);
+    serve_and_hint(&mut store, 0, &[0, 1, 2, 3, 4, 5], &[4, 2, 3]).unwrap();
+    assert_eq!(taken.lock().unwrap()[..6].iter().collect::<std::collections::BTreeSet<_>>().len(), 6);
+    assert_eq!(taken.lock().unwrap()[6..], sectors(1, &[4, 2]), "after every miss, the likeliest first");
+    store.reset_stats();
+    serve(&mut store, 1, &[2, 3, 4]).unwrap();
+    let stats = store.stats();
+    assert_eq!((stats.prefetched + stats.late, stats.misses), (2, 1 + stats.late));
+    // What waits is forgotten with its request.
+    serve_and_hint(&mut store, 0, &[0], &[]).unwrap();
+    assert_no_slab_is_lost(&store);
+}
+
+#[test]
 fn a_guess_that_is_still_being_read_is_waited_for_and_not_read_again() {
     let fixture = fixture();
     let (mut store, taken) = slow(&fixture, 6);

@@ -17,6 +17,8 @@ pub(super) struct Guesses {
     /// Slots of every size that are left to requests.
     demand: usize,
     held: Vec<Held>,
+    /// Guesses that wait until every miss of the request has its slab, the likeliest last.
+    waiting: Vec<ExpertKey>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,13 +48,19 @@ enum Fate {
 impl Guesses {
     /// No slot may hold a guess.
     pub(super) fn none() -> Guesses {
-        Guesses { most: 0, demand: 0, held: vec![] }
+        Guesses { most: 0, demand: 0, held: vec![], waiting: vec![] }
     }
 
     /// `most` slots may, and of every size all but `demand`. Those that do stay.
     fn bound(&mut self, most: usize, demand: usize) {
         (self.most, self.demand) = (most, demand);
         self.held.reserve(most.saturating_sub(self.held.len()));
+        self.waiting.reserve(most.saturating_sub(self.waiting.len()));
+    }
+
+    /// What waits is not read any more.
+    pub(super) fn forget_waiting(&mut self) {
+        self.waiting.clear();
     }
 
     /// Whether one of `slots` slots of a size may hold one more. What other sizes hold counts too: the bound is for the layers
@@ -122,39 +130,54 @@ impl ExpertStore {
 
     /// Expects a request of `layer`, one of those after the current request's, for `experts`, the likeliest first: what is not
     /// there is read as far as there are slots for guesses, behind everything that is waited for. Never waits. What
-    /// cannot be read now is forgotten: the request will read it.
+    /// cannot be read is forgotten: the request will read it.
     pub fn hint(&mut self, layer: usize, experts: &[u16]) {
-        for &expert in experts {
-            self.placement.hint(self.table.index(ExpertKey { layer: layer as u16, expert }) as u32);
+        let key = |&expert: &u16| ExpertKey { layer: layer as u16, expert };
+        for number in experts.iter().map(|expert| self.table.index(key(expert))) {
+            self.placement.hint(number as u32);
         }
-        // While a miss waits for a slab, a guess would take it away.
+        // Those of a nearer layer go first.
+        if self.guesses.waiting.is_empty() {
+            let most = experts.len().min(self.guesses.most);
+            self.guesses.waiting.extend(experts[..most].iter().rev().map(key));
+            // While a miss waits for a slab, a guess would take it away.
+            if self.missing.is_empty() {
+                self.read_ahead();
+                self.guesses.forget_waiting();
+            }
+        }
+    }
+
+    /// Begins to read the guesses that wait, as far as there are slots, unless misses wait too.
+    pub(super) fn read_ahead(&mut self) {
         if self.dead.is_some() || !self.missing.is_empty() {
             return;
         }
-        let slots = self.pool.slabs_of(self.table.size_of(layer));
-        for &expert in experts {
-            let key = ExpertKey { layer: layer as u16, expert };
+        while let Some(&key) = self.guesses.waiting.last() {
+            let slots = self.pool.slabs_of(self.table.size_of(usize::from(key.layer)));
             if !self.guesses.has_room(slots) {
-                return;
+                return self.guesses.forget_waiting();
             }
-            if self.slot_of[self.table.index(key)] != NO_SLOT {
-                continue;
+            if self.slot_of[self.table.index(key)] == NO_SLOT {
+                if !self.may_stage(key, true) {
+                    return;
+                }
+                // The next slot that is let go of will do.
+                let Some((slot, slab)) = self.claim(key) else { return };
+                if self.submit(key, slot, slab, Priority::Lookahead).is_err() {
+                    return self.guesses.forget_waiting();
+                }
+                self.guesses.add(slot, key.layer);
+                self.accounts.stats.guessed += 1;
             }
-            if !self.may_stage(key, true) {
-                return;
-            }
-            let Some((slot, slab)) = self.claim(key) else { return };
-            if self.submit(key, slot, slab, Priority::Lookahead).is_err() {
-                return;
-            }
-            self.guesses.add(slot, key.layer);
-            self.accounts.stats.guessed += 1;
+            self.guesses.waiting.pop();
         }
     }
 
     /// Takes back or waits for every guess under way; those that rest are the next victims. Nothing is in flight then
     /// that no request waits for.
     pub fn drop_guesses(&mut self) {
+        self.guesses.forget_waiting();
         self.judge_guesses(usize::from(u16::MAX));
         while self.guesses.in_flight() > 0 {
             // A dead device is dead for the next request too, and what is given up is waited for by nobody.

@@ -305,6 +305,7 @@ impl ExpertStore {
         if let Some(dead) = &self.dead {
             return Err(StoreError::Device(dead.clone()));
         }
+        self.guesses.forget_waiting();
         if self.guesses.in_flight() > 0 {
             while self.reap_or_abandon(Wait::No)? {}
         }
@@ -393,7 +394,9 @@ impl ExpertStore {
     /// Gives a lease back; its slab may now be evicted, and a read that waited for one is submitted.
     pub fn release(&mut self, lease: Lease) -> Result<(), StoreError> {
         self.placement.let_go(lease.slot);
-        self.submit_missing()
+        self.submit_missing()?;
+        self.read_ahead();
+        Ok(())
     }
 
     /// Drops the current request: nothing stays held. Reads under way finish and their experts stay cached.
