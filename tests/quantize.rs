@@ -505,7 +505,8 @@ fn answers_are_those_of_the_container_whatever_reads_the_experts() {
         let container = converted(source, &widths);
         let prompt: Vec<u32> = (0..40).map(|i| (i * i * 31 + i * 17 + 5) % 256).collect();
         for activations in [Activations::Int8, Activations::F32] {
-            let arithmetic = Arithmetic { model: engines::Model::Tiny, form: AttentionForm::Auto, activations };
+            let arithmetic =
+                Arithmetic { form: AttentionForm::Auto, ..Arithmetic::absorbed(engines::Model::Tiny, activations) };
             let open = |dir: &Path, setup: &Setup| engines::open_at(dir, &arithmetic, setup).unwrap();
             let expected = answer(&mut open(container.path(), &Setup::RESIDENT), &prompt, 12);
             let setups = setups(widths);
@@ -527,7 +528,7 @@ fn answers_are_those_of_the_container_whatever_reads_the_experts() {
 /// A simulated drive under an engine whose experts become int4.
 fn simulated(dir: &Path, slabs: usize, sim: &SimConfig) -> Engine {
     let activations = Activations::Int8;
-    let arithmetic = Arithmetic { model: engines::Model::Tiny, form: AttentionForm::Absorbed, activations };
+    let arithmetic = Arithmetic::absorbed(engines::Model::Tiny, activations);
     let setup = Setup { slabs, widths: all_in(Width::Bits4, None), prefetch: Switch::On, ..Setup::RESIDENT };
     let config = config(&arithmetic, &setup);
     let device = |files: &Arc<FileSet>, pool: &SlabPool| Ok(sim_device(sim, files.clone(), pool)?);
@@ -539,7 +540,7 @@ fn failing_reads_give_the_right_tokens_or_a_named_error_and_lose_no_slab() {
     let prompt = engines::Model::Tiny.prompt(20);
     let container = converted(&tiny(), &all_in(Width::Bits4, None));
     let arithmetic =
-        Arithmetic { model: engines::Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::Int8 };
+        Arithmetic::absorbed(engines::Model::Tiny, Activations::Int8);
     let mut whole = engines::open_at(container.path(), &arithmetic, &Setup::RESIDENT).unwrap();
     let expected = engines::greedy(&mut whole, &prompt, 10).unwrap();
     let (mut right, mut failed) = (0, 0);
@@ -623,7 +624,7 @@ fn what_is_read_is_checked_before_it_is_quantized_and_put_right_from_a_mirror() 
     let prompt = engines::Model::Tiny.prompt(20);
     let widths = all_in(Width::Bits4, None);
     let arithmetic =
-        Arithmetic { model: engines::Model::Tiny, form: AttentionForm::Absorbed, activations: Activations::Int8 };
+        Arithmetic::absorbed(engines::Model::Tiny, Activations::Int8);
     let open = |dir: &Path, verify: Verify, mirrors: Vec<PathBuf>| {
         let setup = Setup { slabs: 3, widths, ..Setup::RESIDENT };
         let config = EngineConfig { verify, mirrors, ..config(&arithmetic, &setup) };

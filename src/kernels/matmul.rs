@@ -59,6 +59,7 @@ pub fn matmul(k: &Kernels, team: &Team, w: &WeightRef, input: &Input, out: &mut 
     if let Some(panel) = quantized.filter(|_| k.takes_tiles(w.format())).and_then(Quantized::panel) {
         return by_tiles(k, team, w, &panel, &target);
     }
+    let team = team.for_work(w.data().len() * input.rows);
     let many = quantized.is_some() && input.rows > 1;
     let step = task_rows(w, team.threads(), if many { PANEL_STEP } else { ROW_STEP });
     let tasks = w.rows().div_ceil(step);

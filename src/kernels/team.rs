@@ -1,12 +1,17 @@
 //! A fixed team of threads that share numbered tasks.
+//!
+//! A run ends when its last task does, and no task can be taken from a thread that has begun it. So a worker that another
+//! program takes off its core in the middle of a task holds up everybody, and one that wakes on the core of the caller
+//! takes the time that it was to save. Such a worker stays away for a while: without it the others are faster.
 #![allow(unsafe_code)]
 
 use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering::*};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// The low bits of a ticket count the tasks left to claim, the others count runs.
 const LEFT_BITS: u32 = 24;
@@ -16,6 +21,20 @@ const MAX_TASKS: usize = (1 << LEFT_BITS) - 1;
 
 /// Polls before a thread sleeps: tens of microseconds, longer than the gap between two matmuls of a layer.
 const SPINS: usize = 1500;
+
+/// Work that is not worth sharing, in bytes that are read or products that are made: a core does it in the time that a line
+/// of cache takes to go to another core and back a few times.
+const SMALL: usize = 48 << 10;
+
+/// How long a worker stays away that held up a run. Twice as long each time it does so again soon after, up to 32 times.
+const AWAY: Duration = Duration::from_millis(5);
+const AWAY_DOUBLINGS: u32 = 5;
+
+/// A worker held up a run when it was waited for so many times as long as the caller's part of the run took. Of long runs
+/// that is never true, and should not be: a worker that comes and goes does more for them than it costs.
+const HELD_UP: u32 = 16;
+/// And so long at least.
+const HELD_UP_LEAST: Duration = Duration::from_micros(200);
 
 /// A borrowed function as the threads of a team see it.
 type Tasks<'a> = &'a (dyn Fn(usize) + Sync);
@@ -28,7 +47,19 @@ pub struct Team {
     running: Mutex<()>,
 }
 
+/// On lines of cache of its own: what one thread writes while others wait for something else.
+#[repr(align(128))]
+struct Line<T>(T);
+
 struct Shared {
+    /// What a worker needs to begin, so that one line of cache brings it all.
+    work: Line<Work>,
+    /// What the caller waits for.
+    end: Line<End>,
+    rest: Rest,
+}
+
+struct Work {
     /// `run << LEFT_BITS | tasks left to claim`. A task belongs to whoever lowers the count by compare-and-swap, which
     /// cannot succeed with a ticket of an earlier run. A thread that is late by any time therefore does no harm, and the
     /// caller need not wait for it.
@@ -37,16 +68,28 @@ struct Shared {
     tasks: AtomicUsize,
     /// Points to the caller's `Tasks` while any task of the run is unfinished.
     job: AtomicPtr<()>,
+    /// The core that the caller was on when the run began.
+    core: AtomicI32,
+}
+
+struct End {
     /// Tasks finished.
     done: AtomicUsize,
+    /// The caller is asleep on `finished`.
+    caller_sleeps: AtomicBool,
+    /// The worker that finished last while the caller slept.
+    last: AtomicUsize,
+}
+
+struct Rest {
     /// A task of this run panicked: those not begun are skipped.
     panicked: AtomicBool,
     payload: Mutex<Option<Box<dyn Any + Send>>>,
     stop: AtomicBool,
-    /// Workers asleep on `wake`, counted before they look at the ticket a last time.
+    /// Workers asleep on `wake`, counted before they look at the ticket a last time. Those that stay away are not.
     sleepers: AtomicUsize,
-    /// The caller is asleep on `finished`.
-    caller_sleeps: AtomicBool,
+    /// How often each worker was told to stay away.
+    sent_away: Vec<Line<AtomicU32>>,
     lock: Mutex<()>,
     wake: Condvar,
     finished: Condvar,
@@ -59,33 +102,48 @@ impl Team {
     pub fn new(threads: usize) -> Team {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
-            ticket: AtomicU64::new(0),
-            tasks: AtomicUsize::new(0),
-            job: AtomicPtr::new(std::ptr::null_mut()),
-            done: AtomicUsize::new(0),
-            panicked: AtomicBool::new(false),
-            payload: Mutex::new(None),
-            stop: AtomicBool::new(false),
-            sleepers: AtomicUsize::new(0),
-            caller_sleeps: AtomicBool::new(false),
-            lock: Mutex::new(()),
-            wake: Condvar::new(),
-            finished: Condvar::new(),
-            // Spinning with more threads than cores would keep the thread that has the work from running.
-            spins: if threads <= cores { SPINS } else { 0 },
+            work: Line(Work {
+                ticket: AtomicU64::new(0),
+                tasks: AtomicUsize::new(0),
+                job: AtomicPtr::new(std::ptr::null_mut()),
+                core: AtomicI32::new(-1),
+            }),
+            end: Line(End {
+                done: AtomicUsize::new(0),
+                caller_sleeps: AtomicBool::new(false),
+                last: AtomicUsize::new(0),
+            }),
+            rest: Rest {
+                panicked: AtomicBool::new(false),
+                payload: Mutex::new(None),
+                stop: AtomicBool::new(false),
+                sleepers: AtomicUsize::new(0),
+                sent_away: (1..threads).map(|_| Line(AtomicU32::new(0))).collect(),
+                lock: Mutex::new(()),
+                wake: Condvar::new(),
+                finished: Condvar::new(),
+                // Spinning with more threads than cores would keep the thread that has the work from running.
+                spins: if threads <= cores { SPINS } else { 0 },
+            },
         });
-        let workers = (1..threads)
-            .map_while(|i| {
-                let shared = Arc::clone(&shared);
-                std::thread::Builder::new().name(format!("team-{i}")).spawn(move || shared.work()).ok()
-            })
-            .collect();
+        let worker = |i: usize| {
+            let shared = Arc::clone(&shared);
+            std::thread::Builder::new().name(format!("team-{i}")).spawn(move || Worker::new(&shared, i - 1).live()).ok()
+        };
+        let workers = (1..threads).map_while(worker).collect();
         Team { shared, workers, running: Mutex::new(()) }
     }
 
     /// Threads that take part, the caller included.
     pub fn threads(&self) -> usize {
         self.workers.len() + 1
+    }
+
+    /// Who does about so much `work`, in bytes that are read or products that are made, whichever is more: this team, or its
+    /// caller alone where handing over would take longer.
+    pub fn for_work(&self, work: usize) -> &Team {
+        static ALONE: LazyLock<Team> = LazyLock::new(|| Team::new(1));
+        if work < SMALL { &ALONE } else { self }
     }
 
     /// Calls `f(0)`, ..., `f(tasks - 1)`, each once, in any order and on any thread of the team, and returns when all are
@@ -97,21 +155,25 @@ impl Team {
         let Some(guard) = guard else {
             return (0..tasks).for_each(f);
         };
-        let shared = &*self.shared;
+        let Shared { work: Line(work), end: Line(end), rest } = &*self.shared;
         let job: Tasks = f;
-        shared.done.store(0, Relaxed);
-        shared.tasks.store(tasks, Relaxed);
-        shared.job.store((&raw const job).cast_mut().cast(), Relaxed);
-        let run = (shared.ticket.load(Relaxed) >> LEFT_BITS).wrapping_add(1);
-        shared.ticket.store(run << LEFT_BITS | tasks as u64, SeqCst);
-        if shared.sleepers.load(SeqCst) > 0 {
-            drop(shared.lock());
-            shared.wake.notify_all();
+        end.done.store(0, Relaxed);
+        work.tasks.store(tasks, Relaxed);
+        work.job.store((&raw const job).cast_mut().cast(), Relaxed);
+        work.core.store(core(), Relaxed);
+        let run = (work.ticket.load(Relaxed) >> LEFT_BITS).wrapping_add(1);
+        work.ticket.store(run << LEFT_BITS | tasks as u64, SeqCst);
+        if rest.sleepers.load(SeqCst) > 0 {
+            drop(rest.lock());
+            rest.wake.notify_all();
         }
-        shared.take_tasks();
-        shared.wait_until_done(tasks);
-        if shared.panicked.swap(false, Relaxed) {
-            let payload = shared.payload.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let began = Instant::now();
+        self.shared.take_tasks(None);
+        if !self.shared.spin_until_done(tasks) {
+            self.shared.wait_until_done(tasks, began.elapsed());
+        }
+        if rest.panicked.swap(false, Relaxed) {
+            let payload = rest.payload.lock().unwrap_or_else(PoisonError::into_inner).take();
             drop(guard);
             resume_unwind(payload.unwrap_or_else(|| Box::new("a task panicked")));
         }
@@ -119,17 +181,106 @@ impl Team {
 }
 
 impl Shared {
+    /// Runs tasks until none is left to claim, as the worker of this number or as the caller; the ticket that said so.
+    fn take_tasks(&self, worker: Option<usize>) -> u64 {
+        let Shared { work: Line(work), end: Line(end), rest } = self;
+        loop {
+            let ticket = work.ticket.load(Relaxed);
+            let left = (ticket & MAX_TASKS as u64) as usize;
+            if left == 0 {
+                return ticket;
+            }
+            if work.ticket.compare_exchange_weak(ticket, ticket - 1, AcqRel, Relaxed).is_err() {
+                continue;
+            }
+            // The claimed task keeps its run unfinished, so these are the ones stored before its ticket.
+            let tasks = work.tasks.load(Relaxed);
+            let job = work.job.load(Relaxed);
+            let task = tasks - left;
+            if !rest.panicked.load(Relaxed) {
+                // SAFETY: the pointer is to the `Tasks` on the stack of the caller of this run, who stays in `run` until
+                // every task, the one claimed above included, counts as done.
+                let job = unsafe { &*job.cast::<Tasks>() };
+                if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(task))) {
+                    rest.payload.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
+                    rest.panicked.store(true, Relaxed);
+                }
+            }
+            if let Some(worker) = worker {
+                end.last.store(worker, Relaxed);
+            }
+            // The caller may return as soon as it sees this, so nothing of the job is touched below.
+            if end.done.fetch_add(1, SeqCst) + 1 == tasks && end.caller_sleeps.load(SeqCst) {
+                drop(rest.lock());
+                rest.finished.notify_one();
+            }
+        }
+    }
+
+    /// Whether all tasks were done before it would be better to sleep.
+    fn spin_until_done(&self, tasks: usize) -> bool {
+        for _ in 0..self.rest.spins.max(1) {
+            if self.end.0.done.load(Acquire) == tasks {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        false
+    }
+
+    /// Sleeps until all tasks are done, and tells the worker that was waited for to stay away if that took far longer than
+    /// the caller's `part`.
+    fn wait_until_done(&self, tasks: usize, part: Duration) {
+        let Shared { end: Line(end), rest, .. } = self;
+        let began = Instant::now();
+        let mut guard = rest.lock();
+        end.caller_sleeps.store(true, SeqCst);
+        while end.done.load(SeqCst) != tasks {
+            guard = rest.finished.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
+        end.caller_sleeps.store(false, SeqCst);
+        if began.elapsed() > HELD_UP_LEAST.max(part * HELD_UP)
+            && let Some(Line(sent)) = rest.sent_away.get(end.last.load(Relaxed))
+        {
+            sent.fetch_add(1, Relaxed);
+        }
+    }
+}
+
+impl Rest {
     fn lock(&self) -> MutexGuard<'_, ()> {
         self.lock.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    /// A worker's life.
-    fn work(&self) {
-        while !self.stop.load(Relaxed) {
-            let seen = self.take_tasks();
+/// One thread of a team that is not its caller's.
+struct Worker<'a> {
+    shared: &'a Shared,
+    number: usize,
+    /// How often it was sent away when it last looked.
+    sent_away: u32,
+    /// Times it stayed away in quick succession.
+    times: u32,
+    /// When it came back last.
+    back: Instant,
+}
+
+impl Worker<'_> {
+    fn new(shared: &Shared, number: usize) -> Worker<'_> {
+        Worker { shared, number, sent_away: 0, times: 0, back: Instant::now() }
+    }
+
+    fn live(&mut self) {
+        let Shared { work: Line(work), rest, .. } = self.shared;
+        let mut seen = 0;
+        while !rest.stop.load(Relaxed) {
+            if self.is_in_the_way(seen) {
+                self.stay_away();
+            }
+            seen = self.shared.take_tasks(Some(self.number));
             let mut spins = 0;
-            while self.ticket.load(Relaxed) == seen && !self.stop.load(Relaxed) {
-                if spins == self.spins {
+            while work.ticket.load(Relaxed) == seen && !rest.stop.load(Relaxed) {
+                if spins == rest.spins {
                     self.sleep(seen);
                     break;
                 }
@@ -139,69 +290,57 @@ impl Shared {
         }
     }
 
+    /// Whether a run is faster without it. `seen` is the ticket it has waited with.
+    fn is_in_the_way(&mut self, seen: u64) -> bool {
+        let Shared { work: Line(work), rest, .. } = self.shared;
+        let sent = rest.sent_away[self.number].0.load(Relaxed);
+        let held_up = std::mem::replace(&mut self.sent_away, sent) != sent;
+        // With more threads than cores some must share one.
+        held_up || rest.spins > 0 && work.ticket.load(Relaxed) != seen && work.core.load(Relaxed) == core()
+    }
+
+    /// Sleeps for a while, whatever there is to do.
+    fn stay_away(&mut self) {
+        let rest = &self.shared.rest;
+        let before = AWAY * 2u32.pow(self.times);
+        self.times = if self.back.elapsed() < 2 * before { (self.times + 1).min(AWAY_DOUBLINGS) } else { 0 };
+        let until = Instant::now() + AWAY * 2u32.pow(self.times);
+        let mut guard = rest.lock();
+        while !rest.stop.load(Relaxed) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            guard = rest.wake.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(guard);
+        self.back = Instant::now();
+    }
+
     /// Sleeps until the ticket is no longer `seen`.
     fn sleep(&self, seen: u64) {
-        let mut guard = self.lock();
-        self.sleepers.fetch_add(1, SeqCst);
-        while self.ticket.load(SeqCst) == seen && !self.stop.load(SeqCst) {
-            guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        let Shared { work: Line(work), rest, .. } = self.shared;
+        let mut guard = rest.lock();
+        rest.sleepers.fetch_add(1, SeqCst);
+        while work.ticket.load(SeqCst) == seen && !rest.stop.load(Relaxed) {
+            guard = rest.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
-        self.sleepers.fetch_sub(1, SeqCst);
+        rest.sleepers.fetch_sub(1, SeqCst);
     }
+}
 
-    /// Runs tasks until none is left to claim; the ticket that said so.
-    fn take_tasks(&self) -> u64 {
-        loop {
-            let ticket = self.ticket.load(Relaxed);
-            let left = (ticket & MAX_TASKS as u64) as usize;
-            if left == 0 {
-                return ticket;
-            }
-            if self.ticket.compare_exchange_weak(ticket, ticket - 1, AcqRel, Relaxed).is_err() {
-                continue;
-            }
-            // The claimed task keeps its run unfinished, so these are the ones stored before its ticket.
-            let tasks = self.tasks.load(Relaxed);
-            let job = self.job.load(Relaxed);
-            let task = tasks - left;
-            if !self.panicked.load(Relaxed) {
-                // SAFETY: the pointer is to the `Tasks` on the stack of the caller of this run, who stays in `run` until
-                // every task, the one claimed above included, counts as done.
-                let job = unsafe { &*job.cast::<Tasks>() };
-                if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(task))) {
-                    self.payload.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
-                    self.panicked.store(true, Relaxed);
-                }
-            }
-            // The caller may return as soon as it sees this, so nothing of the job is touched below.
-            if self.done.fetch_add(1, SeqCst) + 1 == tasks && self.caller_sleeps.load(SeqCst) {
-                drop(self.lock());
-                self.finished.notify_one();
-            }
-        }
-    }
-
-    fn wait_until_done(&self, tasks: usize) {
-        for _ in 0..self.spins.max(1) {
-            if self.done.load(Acquire) == tasks {
-                return;
-            }
-            std::hint::spin_loop();
-        }
-        let mut guard = self.lock();
-        self.caller_sleeps.store(true, SeqCst);
-        while self.done.load(SeqCst) != tasks {
-            guard = self.finished.wait(guard).unwrap_or_else(PoisonError::into_inner);
-        }
-        self.caller_sleeps.store(false, SeqCst);
-    }
+/// The core this thread is on; negative where the system does not say.
+fn core() -> i32 {
+    // SAFETY: the call has no argument and no condition.
+    unsafe { libc::sched_getcpu() }
 }
 
 impl Drop for Team {
     fn drop(&mut self) {
-        self.shared.stop.store(true, SeqCst);
-        drop(self.shared.lock());
-        self.shared.wake.notify_all();
+        let rest = &self.shared.rest;
+        rest.stop.store(true, SeqCst);
+        drop(rest.lock());
+        rest.wake.notify_all();
         for worker in self.workers.drain(..) {
             // A worker catches the panics of tasks and has none of its own to report.
             let _ = worker.join();
@@ -296,5 +435,50 @@ mod tests {
             }
         });
         assert_eq!(sum.into_inner(), 2 * 10 * 45);
+    }
+
+    #[test]
+    fn work_that_is_over_before_another_core_has_it_is_not_shared() {
+        let team = Team::new(4);
+        assert_eq!([0, SMALL - 1, SMALL, usize::MAX].map(|work| team.for_work(work).threads()), [1, 1, 4, 4]);
+    }
+
+    #[test]
+    fn a_worker_that_holds_up_short_runs_stays_away_and_comes_back() {
+        let team = Team::new(2);
+        let caller = std::thread::current().id();
+        // As if the worker had lost its core in the middle of a task; the caller never has more than one at a time.
+        let held_up = || {
+            team.run(2, &|_| {
+                let mine = std::thread::current().id() == caller;
+                std::thread::sleep(std::time::Duration::from_millis(if mine { 1 } else { 40 }));
+            });
+        };
+        let sent = |team: &Team| team.shared.rest.sent_away[0].0.load(Relaxed);
+        // Of two tasks that sleep each thread has one, unless the worker took longer to wake than the first one took.
+        let begun = Instant::now();
+        while sent(&team) == 0 {
+            assert!(begun.elapsed() < Duration::from_secs(60), "a worker 40 times as slow was never sent away");
+            held_up();
+        }
+        // It comes back: of enough tasks that take a while it has some again.
+        let others = AtomicUsize::new(0);
+        while others.load(Relaxed) == 0 {
+            assert!(begun.elapsed() < Duration::from_secs(60), "a worker that was sent away never came back");
+            team.run(20, &|_| {
+                std::thread::sleep(Duration::from_millis(1));
+                others.fetch_add(usize::from(std::thread::current().id() != caller), Relaxed);
+            });
+        }
+    }
+
+    #[test]
+    fn a_team_ends_while_a_worker_stays_away() {
+        let team = Team::new(3);
+        team.shared.rest.sent_away.iter().for_each(|Line(sent)| {
+            sent.fetch_add(1, Relaxed);
+        });
+        team.run(100, &|_| ());
+        drop(team);
     }
 }

@@ -112,24 +112,26 @@ pub fn absorbed<'s>(
 ) {
     let rows = q.len() / (shape.heads * shape.query());
     let group = scratch.group;
-    let (k, team) = (compute.kernels, &compute.team);
+    let k = compute.kernels;
+    let of_weights = compute.team.for_work(rows * kv_b.rows() * kv_b.cols() / 2);
+    let of_cache = compute.team.for_work(rows * shape.heads * cache.len());
 
     let query = &mut scratch.query[..rows * shape.heads * shape.cached()];
-    team.for_chunks(query, rows * group * shape.cached(), &|g, queries| {
+    of_weights.for_chunks(query, rows * group * shape.cached(), &|g, queries| {
         (0..group).for_each(|h| carry(k, shape, kv_b, q, g * group + h, h, group, queries));
     });
 
     let query = &*query;
     let pooled = &mut scratch.pooled[..rows * shape.heads * shape.rank];
     let cached = Cached { rows: cache, width: shape.cached(), key: 0..shape.cached(), value: 0..shape.rank };
-    team.for_chunks(pooled, group * shape.rank, &|task, pooled| {
+    of_cache.for_chunks(pooled, group * shape.rank, &|task, pooled| {
         let queries = &query[task * group * shape.cached()..][..group * shape.cached()];
         pool(k, shape.scale(), queries, &cached, attended(task % rows), 0, pooled);
     });
 
     let pooled = &*pooled;
     let heads = &mut scratch.heads[..rows * shape.heads * shape.value];
-    team.for_chunks(heads, rows * group * shape.value, &|g, outs| {
+    of_weights.for_chunks(heads, rows * group * shape.value, &|g, outs| {
         let pooled = &pooled[g * rows * group * shape.rank..][..rows * group * shape.rank];
         (0..group).for_each(|h| values(k, shape, kv_b, pooled, g * group + h, h, group, outs));
     });
