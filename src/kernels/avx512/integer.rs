@@ -20,13 +20,7 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
         (format, _) if x.len() >= panels_from(format) => panels::tile(w, rows, x, tile),
         (Format::Int8Row, [x]) => single::int8(w, rows, x, tile),
         (Format::Int4Row, [x]) => single::int4(w, rows, x, tile),
-        (Format::Int8Row, _) => {
-            let flip = _mm512_set1_epi8(-128);
-            row_scaled::<1, _>(w, rows, x, |x| x.natural, 128, tile, |bytes| [_mm512_xor_si512(bytes, flip)]);
-        }
-        (Format::Int4Row, _) => row_scaled::<2, _>(w, rows, x, |x| x.halves, 8, tile, |bytes| nibbles(bytes)),
         (Format::Int2Row, [x]) => int2_alone(w, rows, x, tile),
-        (Format::Int2Row, _) => row_scaled::<4, _>(w, rows, x, |x| x.quarters, 2, tile, |bytes| pairs_of_bits(bytes)),
         (Format::Int4Group { group }, _) if group % 64 == 0 => groups_of_units::<true>(w, rows, group.into(), x, tile),
         (Format::Int4Group { group }, _) if group % 32 == 0 => groups_of_units::<false>(w, rows, group.into(), x, tile),
         (Format::Int4Group { group }, _) if group % 8 == 0 => groups_of_any(w, rows, group.into(), x, tile),
@@ -35,14 +29,13 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
     }
 }
 
-/// Activation rows from which on panels are faster than sums across lanes at the end of each row, or of each group.
+/// Activation rows from which on panels are faster than sums across lanes.
 #[inline]
 fn panels_from(format: Format) -> usize {
     match format {
         _ if !panels::takes(format) => usize::MAX,
-        Format::Int3Group => 2,
         Format::Int4Group { .. } => 3,
-        _ => 5,
+        _ => 2,
     }
 }
 
@@ -65,37 +58,6 @@ pub(super) fn pairs_of_bits(bytes: __m512i) -> [__m512i; 4] {
         _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), mask),
         _mm512_and_si512(_mm512_srli_epi16::<6>(bytes), mask),
     ]
-}
-
-/// The order of activations that a format's kernel reads.
-pub(super) type Order = for<'a> fn(&QuantRow<'a>) -> &'a [i8];
-
-/// Formats with one scale per row and up to four activation rows. 64 bytes of weights `unpack` into `P` vectors of fields, which meet `P` consecutive
-/// blocks of the activations in `order`; fields are stored with `offset` added.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn row_scaled<const P: usize, U>(
-    w: &WeightRef,
-    rows: Range<usize>,
-    x: &[QuantRow],
-    order: Order,
-    offset: i32,
-    tile: &mut [f32],
-    unpack: U,
-) where
-    U: Fn(__m512i) -> [__m512i; P],
-{
-    let count = rows.len();
-    let mut put = |row: usize, i: usize, sum: i32| {
-        if let Some(x) = x.get(i) {
-            let sum = sum.wrapping_sub(offset.wrapping_mul(x.sum));
-            tile[i * count + row - rows.start] = sum as f32 * w.scale(row) * x.scale;
-        }
-    };
-    match x.len() {
-        2 => row_blocks::<P, 4, 2, _>(w, rows.clone(), x, order, &unpack, &mut put),
-        _ => row_blocks::<P, 4, 4, _>(w, rows.clone(), x, order, &unpack, &mut put),
-    }
 }
 
 /// One activation row against int2, for which the loop of `single` measured slower. Memory is the limit: bytes are read in
@@ -136,104 +98,6 @@ fn int2_dot(weights: &[u8], blocks: &[[[i8; 64]; 4]]) -> i32 {
     }
     let low = _mm512_add_epi32(sums[0], sums[1]);
     _mm512_reduce_add_epi32(_mm512_add_epi32(low, _mm512_add_epi32(sums[2], sums[3])))
-}
-
-/// `W` weight rows against `N` activation rows at a time, one accumulator each; rows left over go one by one. `N` is at
-/// least the number of activation rows; those it exceeds repeat the last one.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn row_blocks<const P: usize, const W: usize, const N: usize, U>(
-    w: &WeightRef,
-    rows: Range<usize>,
-    x: &[QuantRow],
-    order: Order,
-    unpack: &U,
-    put: &mut impl FnMut(usize, usize, i32),
-) where
-    U: Fn(__m512i) -> [__m512i; P],
-{
-    let x: [&[[i8; 64]]; N] = std::array::from_fn(|i| order(&x[i.min(x.len() - 1)]).as_chunks::<64>().0);
-    let mut row = rows.start;
-    while row + W <= rows.end {
-        let sums = row_block::<P, W, N, U>(std::array::from_fn(|r| w.row(row + r)), &x, unpack);
-        for r in 0..W {
-            for i in 0..N {
-                put(row + r, i, sums[r][i]);
-            }
-        }
-        row += W;
-    }
-    while row < rows.end {
-        let sums = row_block::<P, 1, N, U>([w.row(row)], &x, unpack);
-        for i in 0..N {
-            put(row, i, sums[0][i]);
-        }
-        row += 1;
-    }
-}
-
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn row_block<const P: usize, const W: usize, const N: usize, U>(
-    weights: [&[u8]; W],
-    x: &[&[[i8; 64]]; N],
-    unpack: &U,
-) -> [[i32; N]; W]
-where
-    U: Fn(__m512i) -> [__m512i; P],
-{
-    let whole = weights[0].len() / 64;
-    let chunks = weights.map(|row| &row.as_chunks::<64>().0[..whole]);
-    let x_whole: [&[[[i8; 64]; P]]; N] = x.map(|x| &x.as_chunks::<P>().0[..whole]);
-    let mut sums = [[_mm512_setzero_si512(); N]; W];
-    let step = |sums: &mut [__m512i; N], fields: [__m512i; P], x: [&[[i8; 64]; P]; N]| {
-        for p in 0..P {
-            for i in 0..N {
-                sums[i] = _mm512_dpbusd_epi32(sums[i], fields[p], load_signed(&x[i][p]));
-            }
-        }
-    };
-    for c in 0..whole {
-        for r in 0..W {
-            step(&mut sums[r], unpack(load_bytes(&chunks[r][c])), std::array::from_fn(|i| &x_whole[i][c]));
-        }
-    }
-    if weights[0].len() > 64 * whole {
-        for r in 0..W {
-            let tail = unpack(load_bytes(&zero_padded(&weights[r][64 * whole..])));
-            step(&mut sums[r], tail, std::array::from_fn(|i| &x[i].as_chunks::<P>().0[whole]));
-        }
-    }
-    if let Ok(sums16) = sums.as_flattened().try_into() {
-        let mut totals = [[0; N]; W];
-        totals.as_flattened_mut().copy_from_slice(&totals_of_16(sums16));
-        return totals;
-    }
-    sums.map(|row| row.map(|v| _mm512_reduce_add_epi32(v)))
-}
-
-/// The total of each of 16 vectors.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn totals_of_16(v: &[__m512i; 16]) -> [i32; 16] {
-    // Each turn adds halves of two vectors into one that holds both.
-    let mut pairs = [_mm512_setzero_si512(); 8];
-    for k in 0..8 {
-        let (a, b) = (v[2 * k], v[2 * k + 1]);
-        pairs[k] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    }
-    let mut fours = [_mm512_setzero_si512(); 4];
-    for k in 0..4 {
-        let (a, b) = (pairs[2 * k], pairs[2 * k + 1]);
-        fours[k] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-    }
-    let join = |a, b| {
-        let (even, odd) = (_mm512_shuffle_i32x4::<0b10_00_10_00>(a, b), _mm512_shuffle_i32x4::<0b11_01_11_01>(a, b));
-        _mm512_add_epi32(even, odd)
-    };
-    let mut totals = [0; 16];
-    store_ints(&mut totals, join(join(fours[0], fours[1]), join(fours[2], fours[3])));
-    totals
 }
 
 /// Groups of whole units of 32 columns, or of 64 where `WIDE`.

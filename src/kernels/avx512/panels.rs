@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::ahead::Ahead;
-use super::integer::{Order, nibbles, pairs_of_bits};
+use super::integer::{nibbles, pairs_of_bits};
 use super::{int3, load_bytes, load_floats, load_ints, store_bytes, store_floats, store_ints};
 use crate::kernels::format::{Format, INT3_GROUP_BYTES, WeightRef};
 use crate::kernels::groups::{row_scales, zero_padded};
@@ -80,6 +80,9 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut
         format => unreachable!("{format} has no panels"),
     }
 }
+
+/// The order of activations that a format's fields meet.
+type Order = for<'a> fn(&QuantRow<'a>) -> &'a [i8];
 
 /// Fields of 16 weight rows: four columns of all of them, then the next four.
 #[repr(align(64))]
@@ -159,11 +162,14 @@ fn panels<const B: usize, const P: usize, const J: usize, const GROUPED: bool, C
             let (panel, scales, ahead) = (&mut panel, &scales, &mut ahead);
             let mut part = Part { chunks: start..end, panel, group, scales, ahead, units: ROWS * P };
             for (turn, (x, sums)) in x.chunks(8).zip(sums.as_chunks_mut().0).enumerate() {
-                let unpack = (turn == 0).then_some(&unpack);
-                match x.len() {
-                    1 | 2 => multiply::<P, J, 2, GROUPED, _, _>(&mut part, x, order, sums, &correction, unpack),
-                    3 | 4 => multiply::<P, J, 4, GROUPED, _, _>(&mut part, x, order, sums, &correction, unpack),
-                    _ => multiply::<P, J, 8, GROUPED, _, _>(&mut part, x, order, sums, &correction, unpack),
+                let (part, c, u) = (&mut part, &correction, &unpack);
+                match (turn, x.len()) {
+                    (0, 1 | 2) => multiply::<P, J, 2, GROUPED, true, _, _>(part, x, order, sums, c, u),
+                    (0, 3 | 4) => multiply::<P, J, 4, GROUPED, true, _, _>(part, x, order, sums, c, u),
+                    (0, _) => multiply::<P, J, 8, GROUPED, true, _, _>(part, x, order, sums, c, u),
+                    (_, 1 | 2) => multiply::<P, J, 2, GROUPED, false, _, _>(part, x, order, sums, c, u),
+                    (_, 3 | 4) => multiply::<P, J, 4, GROUPED, false, _, _>(part, x, order, sums, c, u),
+                    _ => multiply::<P, J, 8, GROUPED, false, _, _>(part, x, order, sums, c, u),
                 }
             }
         }
@@ -172,16 +178,16 @@ fn panels<const B: usize, const P: usize, const J: usize, const GROUPED: bool, C
 }
 
 /// Adds the products of a part and up to `N` activation rows to their sums; rows past the last one repeat it. The first to
-/// come fills the panel: a chunk is multiplied while the next one is transposed.
-#[inline(never)]
+/// come finds it `FRESH` and fills the panel: a chunk is multiplied while the next one is transposed.
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn multiply<const P: usize, const J: usize, const N: usize, const GROUPED: bool, C, U>(
+fn multiply<const P: usize, const J: usize, const N: usize, const GROUPED: bool, const FRESH: bool, C, U>(
     part: &mut Part,
     x: &[QuantRow],
     order: Order,
     sums: &mut [[i32; ROWS]; 8],
     correction: &C,
-    unpack: Option<&U>,
+    unpack: &U,
 ) where
     C: Fn(&QuantRow, usize) -> i32,
     U: Fn(usize, &mut [[[u8; 64]; P]; 16]),
@@ -195,24 +201,34 @@ fn multiply<const P: usize, const J: usize, const N: usize, const GROUPED: bool,
     }
     let mut lanes = if GROUPED { [_mm512_setzero_si512(); N] } else { stored };
     let (mut scales, mut columns) = (part.scales.iter(), 0);
+    let mut corrections = [[0; N]; COLUMNS / GROUP_MIN];
+    if GROUPED {
+        let runs = part.chunks.start * (16 / J)..part.chunks.end * (16 / J);
+        for (to, run) in corrections.iter_mut().zip(runs) {
+            for i in 0..N {
+                to[i] = correction(x[i], run);
+            }
+        }
+    }
+    let mut corrections = corrections.iter();
     let panel = part.panel.0.as_chunks_mut::<P>().0.as_chunks_mut::<16>().0;
     for ((c, chunk), words) in part.chunks.clone().enumerate().zip(panel) {
-        if let Some(unpack) = unpack {
+        if FRESH {
             part.ahead.step(part.units);
             unpack(chunk, words);
         }
+        let blocks: [&[[i8; 64]; P]; N] = blocks.map(|blocks| &blocks[c]);
         for (run, words) in words.as_chunks::<J>().0.iter().enumerate() {
-            if GROUPED {
+            if let (true, Some(corrections)) = (GROUPED, corrections.next()) {
                 for i in 0..N {
-                    let correction = correction(x[i], chunk * (16 / J) + run);
-                    lanes[i] = _mm512_add_epi32(lanes[i], _mm512_set1_epi32(correction));
+                    lanes[i] = _mm512_add_epi32(lanes[i], _mm512_set1_epi32(corrections[i]));
                 }
             }
             for (j, word) in (run * J..).zip(words) {
                 for p in 0..P {
                     let fields = load_bytes(&word[p]);
                     for i in 0..N {
-                        lanes[i] = _mm512_dpbusd_epi32(lanes[i], fields, four_columns(&blocks[i][c][p], j));
+                        lanes[i] = _mm512_dpbusd_epi32(lanes[i], fields, four_columns(&blocks[i][p], j));
                     }
                 }
             }
