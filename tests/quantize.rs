@@ -539,8 +539,7 @@ fn simulated(dir: &Path, slabs: usize, sim: &SimConfig) -> Engine {
 fn failing_reads_give_the_right_tokens_or_a_named_error_and_lose_no_slab() {
     let prompt = engines::Model::Tiny.prompt(20);
     let container = converted(&tiny(), &all_in(Width::Bits4, None));
-    let arithmetic =
-        Arithmetic::absorbed(engines::Model::Tiny, Activations::Int8);
+    let arithmetic = Arithmetic::absorbed(engines::Model::Tiny, Activations::Int8);
     let mut whole = engines::open_at(container.path(), &arithmetic, &Setup::RESIDENT).unwrap();
     let expected = engines::greedy(&mut whole, &prompt, 10).unwrap();
     let (mut right, mut failed) = (0, 0);
@@ -623,8 +622,7 @@ fn what_is_read_is_checked_before_it_is_quantized_and_put_right_from_a_mirror() 
     }
     let prompt = engines::Model::Tiny.prompt(20);
     let widths = all_in(Width::Bits4, None);
-    let arithmetic =
-        Arithmetic::absorbed(engines::Model::Tiny, Activations::Int8);
+    let arithmetic = Arithmetic::absorbed(engines::Model::Tiny, Activations::Int8);
     let open = |dir: &Path, verify: Verify, mirrors: Vec<PathBuf>| {
         let setup = Setup { slabs: 3, widths, ..Setup::RESIDENT };
         let config = EngineConfig { verify, mirrors, ..config(&arithmetic, &setup) };

@@ -178,8 +178,14 @@ pub struct WidthArgs {
 impl WidthArgs {
     /// Those of weights in the terms of the engine.
     pub fn widths(&self) -> Widths {
-        let WidthArgs { expert_bits: experts, dense_bits: dense, io_bits: io, indexer_bits: indexer, group, kv_bits: _ } =
-            *self;
+        let WidthArgs {
+            expert_bits: experts,
+            dense_bits: dense,
+            io_bits: io,
+            indexer_bits: indexer,
+            group,
+            kv_bits: _,
+        } = *self;
         Widths { experts, dense, io, mtp: None, indexer, group }
     }
 }
