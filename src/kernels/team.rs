@@ -8,7 +8,7 @@
 use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -35,6 +35,9 @@ const AWAY_DOUBLINGS: u32 = 5;
 const HELD_UP: u32 = 16;
 /// And so long at least.
 const HELD_UP_LEAST: Duration = Duration::from_micros(200);
+
+/// The core of a caller that does not know it.
+const NO_CORE: u32 = u32::MAX;
 
 /// A borrowed function as the threads of a team see it.
 type Tasks<'a> = &'a (dyn Fn(usize) + Sync);
@@ -69,7 +72,7 @@ struct Work {
     /// Points to the caller's `Tasks` while any task of the run is unfinished.
     job: AtomicPtr<()>,
     /// The core that the caller was on when the run began.
-    core: AtomicI32,
+    core: AtomicU32,
 }
 
 struct End {
@@ -106,7 +109,7 @@ impl Team {
                 ticket: AtomicU64::new(0),
                 tasks: AtomicUsize::new(0),
                 job: AtomicPtr::new(std::ptr::null_mut()),
-                core: AtomicI32::new(-1),
+                core: AtomicU32::new(NO_CORE),
             }),
             end: Line(End {
                 done: AtomicUsize::new(0),
@@ -160,7 +163,7 @@ impl Team {
         end.done.store(0, Relaxed);
         work.tasks.store(tasks, Relaxed);
         work.job.store((&raw const job).cast_mut().cast(), Relaxed);
-        work.core.store(core(), Relaxed);
+        work.core.store(core().unwrap_or(NO_CORE), Relaxed);
         let run = (work.ticket.load(Relaxed) >> LEFT_BITS).wrapping_add(1);
         work.ticket.store(run << LEFT_BITS | tasks as u64, SeqCst);
         if rest.sleepers.load(SeqCst) > 0 {
@@ -296,7 +299,8 @@ impl Worker<'_> {
         let sent = rest.sent_away[self.number].0.load(Relaxed);
         let held_up = std::mem::replace(&mut self.sent_away, sent) != sent;
         // With more threads than cores some must share one.
-        held_up || rest.spins > 0 && work.ticket.load(Relaxed) != seen && work.core.load(Relaxed) == core()
+        let may_look = rest.spins > 0 && work.ticket.load(Relaxed) != seen;
+        held_up || may_look && core().is_some_and(|core| core == work.core.load(Relaxed))
     }
 
     /// Sleeps for a while, whatever there is to do.
@@ -329,10 +333,10 @@ impl Worker<'_> {
     }
 }
 
-/// The core this thread is on; negative where the system does not say.
-fn core() -> i32 {
+/// The core this thread is on, where the system says.
+fn core() -> Option<u32> {
     // SAFETY: the call has no argument and no condition.
-    unsafe { libc::sched_getcpu() }
+    unsafe { libc::sched_getcpu() }.try_into().ok()
 }
 
 impl Drop for Team {

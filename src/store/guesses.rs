@@ -138,8 +138,10 @@ impl ExpertStore {
         }
         // Those of a nearer layer go first.
         if self.guesses.waiting.is_empty() {
-            let most = experts.len().min(self.guesses.most);
-            self.guesses.waiting.extend(experts[..most].iter().rev().map(key));
+            let slot_of = |key: &ExpertKey| self.slot_of[self.table.index(*key)];
+            let absent = experts.iter().map(key).filter(|key| slot_of(key) == NO_SLOT);
+            self.guesses.waiting.extend(absent.take(self.guesses.most));
+            self.guesses.waiting.reverse();
             // While a miss waits for a slab, a guess would take it away.
             if self.missing.is_empty() {
                 self.read_ahead();
