@@ -416,7 +416,14 @@ fn under_a_limit_on_the_address_space_what_doctor_passes_runs() {
         output.unwrap()
     };
     let mut passed = Vec::new();
-    for megabytes in [160, 200, 300, 2000] {
+    for megabytes in [40, 64, 100, 160, 200, 300, 2000] {
+        // What does not fit is refused, and ends nothing that looks only.
+        for command in ["info", "plan", "census"] {
+            let output = within(megabytes, &[command]);
+            let said = text(&output.stderr);
+            let refused = output.status.code() == Some(1) && said.contains("error: ") && said.contains("hint: ");
+            assert!(output.status.success() || refused, "{command}, {megabytes} MiB: {said}");
+        }
         let doctor = within(megabytes, &["doctor"]);
         let run = within(megabytes, &["run", "--raw", "-p", "x", "-n", "1"]);
         let (runs, said) = (run.status.code() == Some(0), text(&run.stderr));
