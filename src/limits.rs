@@ -115,6 +115,10 @@ pub const LOAD_WORKERS_MAX: usize = 32;
 pub const GONE_CHECKED_MAX: usize = 64;
 /// Bytes of the source that a conversion reads at a time; more where 128 rows, which share FP8 scales, have more.
 pub const CONVERT_PIECE_BYTES: usize = 8 << 20;
+/// Small tensors that are read together to be looked at.
+pub const FINITE_SPANS_MAX: usize = 6;
+/// Tensors that are named for numbers that are not finite: what is wrong with more of them is wrong with the whole.
+pub const NOT_FINITE_NAMED_MAX: usize = 20;
 /// Such pieces in memory: enough for the drive to be busy while one is encoded.
 pub const AHEAD_SLABS: usize = 6;
 /// Buffers that a shard is read back into once it is written.

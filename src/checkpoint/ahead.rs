@@ -3,8 +3,8 @@
 use super::error::{CheckpointError, Result};
 use crate::limits::AHEAD_SLABS;
 use millstream_io::{
-    Completion, Device, DeviceConfig, FileSet, FileSpan, IoError, Place, Priority, Read, RejectReason, Slab,
-    SlabLayout, SlabPool, Wait, layout, leave, open_device,
+    Completion, Device, DeviceConfig, DeviceKind, FileSet, FileSpan, IoError, Place, Priority, Read, RejectReason,
+    Slab, SlabLayout, SlabPool, Wait, layout, leave, open_device,
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -50,7 +50,13 @@ pub(crate) struct ReadAhead {
 impl ReadAhead {
     /// Begins to read; each piece is a few spans of `files`, none of them empty.
     pub fn begin(files: FileSet, pieces: &[Vec<FileSpan>]) -> Result<ReadAhead> {
-        ReadAhead::begin_on(files, pieces, &|files, pool| open_device(&DeviceConfig::default(), files, pool))
+        ReadAhead::begin_through(files, pieces, DeviceKind::Auto)
+    }
+
+    /// As [`ReadAhead::begin`], through a device of this kind.
+    pub fn begin_through(files: FileSet, pieces: &[Vec<FileSpan>], kind: DeviceKind) -> Result<ReadAhead> {
+        let config = DeviceConfig { kind, ..DeviceConfig::default() };
+        ReadAhead::begin_on(files, pieces, &|files, pool| open_device(&config, files, pool))
     }
 
     fn begin_on(files: FileSet, pieces: &[Vec<FileSpan>], open: Open) -> Result<ReadAhead> {

@@ -12,6 +12,7 @@ pub mod container;
 pub mod convert;
 pub mod error;
 pub mod experts;
+pub mod finite;
 mod header;
 mod hint;
 mod index;

@@ -191,9 +191,13 @@ impl EngineError {
             EngineError::PromptTooLong { .. } => Some("raise -c, or shorten the prompt".into()),
             EngineError::OneForm => Some("leave --attention out".into()),
             EngineError::NoIndexer => Some("leave --dsa out, or use a checkpoint that has `indexer` tensors".into()),
-            EngineError::Forward(ForwardError::NotFinite { .. }) | EngineError::Sample(_) => {
-                Some("weights are damaged or a scale is wrong: convert or fetch the model again".into())
-            }
+            EngineError::Resident(LoadError::NotFinite(_))
+            | EngineError::Forward(ForwardError::NotFinite { .. })
+            | EngineError::Sample(_) => Some(
+                "weights are damaged or a scale is wrong: `millstream doctor --deep -m DIR` says where; convert or fetch the \
+                 model again"
+                    .into(),
+            ),
             _ => None,
         }
     }

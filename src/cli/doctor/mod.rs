@@ -3,6 +3,7 @@
 mod host;
 mod model;
 mod sums;
+mod weights;
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -188,7 +189,7 @@ fn examine(
 ) -> Result<Done, Failure> {
     let checkpoint = model::examine(dir, report);
     let Some(checkpoint) = checkpoint else {
-        for id in ["tuning", "files", "io_uring", "disk", "placement", "memory", "checksums"] {
+        for id in ["tuning", "files", "io_uring", "disk", "placement", "memory", "checksums", "weights"] {
             report.skip(id, "needs a model without faults", None);
         }
         host::pages(machine, report);
@@ -203,14 +204,17 @@ fn examine(
     let budget = host::memory(machine, &checkpoint, &config, context, report);
     host::locked(machine, budget.as_ref(), report);
     let Some(files) = host::files(machine, &checkpoint, &engine, report) else {
-        for id in ["io_uring", "disk", "placement", "checksums"] {
+        for id in ["io_uring", "disk", "placement", "checksums", "weights"] {
             report.skip(id, "needs files that can be opened", None);
         }
         return Ok(Done::Whole);
     };
     host::ring(&files, &engine, report);
     host::drive(machine, &checkpoint, &engine, report);
-    sums::examine(args.deep, machine, &checkpoint, &files, &engine, report)
+    match sums::examine(args.deep, machine, &checkpoint, &files, &engine, report)? {
+        Done::Whole => weights::examine(args.deep, &checkpoint, &engine, report),
+        stopped => Ok(stopped),
+    }
 }
 
 /// What was found out about reading this model here; `run` takes its settings, and so does the rest of the report.

@@ -1,0 +1,185 @@
+//! A weight that is not a number or infinite, in each format: `doctor --deep` names it, and `run` refuses it.
+#![allow(clippy::unwrap_used, clippy::result_large_err)]
+
+#[path = "common/engines.rs"]
+mod engines;
+#[path = "common/program.rs"]
+mod program;
+#[path = "common/safetensors.rs"]
+mod safetensors;
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use engines::Model;
+use millstream::checkpoint::convert::{ConvertOptions, Width, convert};
+use program::{json, program, refused};
+use safetensors::{Shard, Tensor};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const Q: &str = "model.layers.1.self_attn.q_a_proj.weight";
+
+/// A number of `Q` to spoil.
+struct Case {
+    model: PathBuf,
+    /// What follows the weight's name in that of the tensor that holds it.
+    suffix: &'static str,
+    at: At,
+    bytes: Vec<u8>,
+    value: String,
+}
+
+/// Which of its numbers.
+enum At {
+    Cell(usize, usize),
+    Scale(usize),
+}
+
+/// A copy of `dir`.
+fn copy(dir: &Path) -> TempDir {
+    let copy = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for entry in fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()) {
+        fs::copy(&entry, copy.path().join(entry.file_name().unwrap())).unwrap();
+    }
+    copy
+}
+
+/// Writes `bytes` over those of `tensor` from that on which `place` finds among its rows and their columns and its length.
+fn spoil(dir: &Path, tensor: &str, bytes: &[u8], place: impl Fn(usize, usize) -> usize) {
+    for path in fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()) {
+        if path.extension().is_none_or(|extension| extension != "safetensors") {
+            continue;
+        }
+        let whole = fs::read(&path).unwrap();
+        let length = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+        let header: Value = serde_json::from_slice(&whole[8..][..length]).unwrap();
+        let Some(entry) = header.get(tensor) else { continue };
+        let number = |value: &Value| value.as_u64().unwrap() as usize;
+        let (from, to) = (number(&entry["data_offsets"][0]), number(&entry["data_offsets"][1]));
+        let cols = entry["shape"].as_array().unwrap().last().map_or(1, number);
+        let at = 8 + length + from + place(cols, to - from);
+        fs::File::options().write(true).open(&path).unwrap().write_all_at(bytes, at as u64).unwrap();
+        return;
+    }
+    panic!("no {tensor} in {}", dir.display());
+}
+
+fn doctor(dir: &Path, flags: &[&str]) -> (Value, Option<i32>) {
+    let home = tempfile::tempdir().unwrap();
+    let output = program(home.path()).args(["doctor", "--json", "-m"]).arg(dir).args(flags).output().unwrap();
+    (json(&output), output.status.code())
+}
+
+/// Details of the checks of weights with this status.
+fn weights(report: &Value, status: &str) -> Vec<String> {
+    let checks = report["checks"].as_array().unwrap().iter();
+    let these = checks.filter(|check| check["id"] == "weights" && check["status"] == status);
+    these.map(|check| check["detail"].as_str().unwrap().to_owned()).collect()
+}
+
+fn container(parent: &Path, name: &str, options: &ConvertOptions) -> PathBuf {
+    let dir = parent.join(name);
+    convert(&engines::tiny(), &dir, options, &mut |_| {}).unwrap();
+    dir
+}
+
+/// One of each format, weights and scales.
+fn cases(made: &Path) -> Vec<Case> {
+    let dense = |name, width, group| {
+        container(made, name, &ConvertOptions { dense: width, group, ..ConvertOptions::default() })
+    };
+    let (four, grouped) = (dense("int4", Width::Bits4, None), dense("int4-g16", Width::Bits4, Some(16)));
+    let (eight, two) = (dense("int8", Width::Bits8, None), dense("int2", Width::Bits2, None));
+    // The tiny model has BF16; as many zeros in F32 and F16 are as good.
+    let floats = |dtype: &'static str, bytes: usize| {
+        let dir = copy(&engines::tiny()).keep();
+        let path = dir.join("model.safetensors");
+        let mut shard = Shard::read(&path);
+        let Tensor { shape, data, .. } = shard.get(Q).clone();
+        *shard.get_mut(Q) = Tensor::new(Q, dtype, &shape, vec![0; data.len() / 2 * bytes]);
+        shard.write(&path);
+        fs::rename(&dir, made.join(dtype)).unwrap();
+        made.join(dtype)
+    };
+    let (tiny, tales, single, half) = (engines::tiny(), engines::tales(), floats("F32", 4), floats("F16", 2));
+    let case = |model: &Path, suffix, at, bytes: &[u8], value: &str| Case {
+        model: model.to_owned(),
+        suffix,
+        at,
+        bytes: bytes.to_vec(),
+        value: value.to_owned(),
+    };
+    let (nan, infinite) = (f32::NAN.to_le_bytes(), f32::NEG_INFINITY.to_le_bytes());
+    vec![
+        case(&tiny, "", At::Cell(2, 3), &[0xc0, 0x7f], "NaN"),
+        case(&tiny, "", At::Cell(1, 0), &[0x80, 0xff], "-inf"),
+        case(&single, "", At::Cell(1, 15), &nan, "NaN"),
+        case(&half, "", At::Cell(0, 5), &[0x00, 0x7c], "inf"),
+        case(&half, "", At::Cell(0, 6), &[0x01, 0xfc], "NaN"),
+        case(&tales, "", At::Cell(1, 1), &[0xff], "NaN"),
+        case(&tales, "_scale_inv", At::Scale(1), &infinite, "-inf"),
+        case(&eight, ".qs", At::Scale(3), &nan, "NaN"),
+        case(&four, ".qs", At::Scale(4), &nan, "NaN"),
+        case(&grouped, ".qs", At::Scale(9), &infinite, "-inf"),
+        case(&two, ".qs", At::Scale(0), &nan, "NaN"),
+        // A number itself, but eight of it are none.
+        case(&four, ".qs", At::Scale(2), &3e38f32.to_le_bytes(), &3e38f32.to_string()),
+    ]
+}
+
+#[test]
+fn a_number_that_is_not_finite_is_named_and_does_not_run() {
+    let made = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for Case { model, suffix, at, bytes, value } in cases(made.path()) {
+        let spoilt = copy(&model);
+        let size = if suffix.is_empty() { bytes.len() } else { 4 };
+        let (said, number) = match at {
+            At::Cell(row, col) => (format!("row {row}, column {col} is {value}"), (row, col)),
+            At::Scale(scale) => (format!("scale {scale} is {value}"), (0, scale)),
+        };
+        spoil(spoilt.path(), &format!("{Q}{suffix}"), &bytes, |cols, _| size * (number.0 * cols + number.1));
+        let (report, code) = doctor(spoilt.path(), &["--deep"]);
+        let failed = weights(&report, "fail");
+        let [detail] = &failed[..] else { panic!("{model:?} {said}: {report}") };
+        assert!(detail.ends_with(&format!(".safetensors: tensor {Q}: {said}")), "{model:?}: {detail}");
+        assert_eq!(code, Some(1));
+        let home = tempfile::tempdir().unwrap();
+        let mut run = program(home.path());
+        let run = run.args(["run", "--ids", "-p", "1 2 3", "-n", "2", "-m"]).arg(spoilt.path()).output().unwrap();
+        assert_eq!(run.status.code(), Some(1), "{model:?} {said}");
+        assert!(program::stderr(&run).contains("not finite"), "{model:?} {said}: {}", program::stderr(&run));
+    }
+}
+
+#[test]
+fn experts_are_looked_at_too_and_models_without_fault_pass() {
+    for model in [Model::Tiny, Model::TinyInt4, Model::TinyOlmoe, Model::Tales] {
+        let (report, code) = doctor(&model.dir(), &["--deep"]);
+        assert_eq!((weights(&report, "ok").len(), weights(&report, "fail").len(), code), (1, 0, Some(0)), "{report}");
+    }
+    let expert = "model.layers.1.mlp.experts.3.down_proj.weight";
+    let spoilt = copy(&Model::Tiny.dir());
+    spoil(spoilt.path(), expert, &[0x80, 0x7f], |_, bytes| bytes - 2);
+    spoil(spoilt.path(), expert, &[0xff, 0x7f, 0x80, 0x7f], |_, _| 0);
+    let (report, _) = doctor(spoilt.path(), &["--deep"]);
+    let failed = weights(&report, "fail");
+    assert!(failed[0].ends_with(": row 0, column 0 is NaN, and 2 more of it are not finite"), "{failed:?}");
+}
+
+/// Norms are read before anything is: nobody has to ask for that.
+#[test]
+fn a_norm_that_is_not_finite_is_refused_by_whoever_reads_it() {
+    let norm = "model.layers.0.input_layernorm.weight";
+    let spoilt = copy(&Model::Tiny.dir());
+    spoil(spoilt.path(), norm, &[0xc0, 0xff], |_, _| 6);
+    let (report, code) = doctor(spoilt.path(), &[]);
+    let failed = weights(&report, "fail");
+    assert!(failed[0].contains(norm) && failed[0].ends_with("column 3 is NaN") && code == Some(1), "{report}");
+    for command in [&["run", "--ids", "-p", "1", "-m"][..], &["plan", "-m"]] {
+        let home = tempfile::tempdir().unwrap();
+        let output = program(home.path()).args(command).arg(spoilt.path()).output().unwrap();
+        refused(&output, 1, &[norm, "column 3 is NaN", "hint: "]);
+    }
+}
