@@ -38,7 +38,7 @@ fn millstream() -> Command {
 
 /// A prompt that changes its topic: tokens of one half of the vocabulary, then of the other, whose experts are others.
 fn two_topics() -> String {
-    let topic = |first: u32| (0..1200).map(move |i| first + i * i * 31 % 256);
+    let topic = |first: u32| (0..500).map(move |i| first + i * 167 % 256);
     topic(0).chain(topic(256)).map(|id| id.to_string()).collect::<Vec<_>>().join(" ")
 }
 
