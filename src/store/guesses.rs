@@ -136,17 +136,18 @@ impl ExpertStore {
         for number in experts.iter().map(|expert| self.table.index(key(expert))) {
             self.placement.hint(number as u32);
         }
-        // Those of a nearer layer go first.
-        if self.guesses.waiting.is_empty() {
-            let slot_of = |key: &ExpertKey| self.slot_of[self.table.index(*key)];
-            let absent = experts.iter().map(key).filter(|key| slot_of(key) == NO_SLOT);
-            self.guesses.waiting.extend(absent.take(self.guesses.most));
-            self.guesses.waiting.reverse();
-            // While a miss waits for a slab, a guess would take it away.
-            if self.missing.is_empty() {
-                self.read_ahead();
-                self.guesses.forget_waiting();
-            }
+        // Behind those of a nearer layer, which wait at the end: the last is read next.
+        let slot_of = |key: &ExpertKey| self.slot_of[self.table.index(*key)];
+        let absent = experts.iter().map(key).filter(|key| slot_of(key) == NO_SLOT);
+        let waiting = &mut self.guesses.waiting;
+        let before = waiting.len();
+        waiting.extend(absent.take(self.guesses.most - before));
+        waiting[before..].reverse();
+        waiting.rotate_left(before);
+        // While a miss waits for a slab, a guess would take it away.
+        if self.missing.is_empty() {
+            self.read_ahead();
+            self.guesses.forget_waiting();
         }
     }
 
