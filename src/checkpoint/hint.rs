@@ -17,11 +17,17 @@ impl CheckpointError {
             }
             CheckpointError::Unfinished { .. } => "run the command that wrote it again: it continues where it stopped",
             CheckpointError::Config { field, found, .. } => config_hint(field, found),
+            CheckpointError::Header { file, .. } if is_made_here(&file.to_string_lossy()) => {
+                "the shard is damaged or incomplete: remove it and run the conversion that made it again, which makes what is missing; or fetch it again where the container was fetched"
+            }
             CheckpointError::Header { .. } => {
                 "the shard is damaged or incomplete: fetch it again and compare its checksum"
             }
             CheckpointError::Duplicate { .. } => {
                 "two checkpoints are mixed in one directory: move the shards that do not belong"
+            }
+            CheckpointError::ShardsMissing { missing, .. } if missing.iter().all(|shard| is_made_here(shard)) => {
+                "run the conversion that made the container again: it makes the shards that are missing; or fetch them where the container was fetched"
             }
             CheckpointError::ShardsMissing { .. } => "fetch the missing shards",
             CheckpointError::IndexDiffers { .. } => {
@@ -104,6 +110,11 @@ impl CheckpointError {
     }
 }
 
+/// Whether a shard has a name that conversions give.
+fn is_made_here(shard: &str) -> bool {
+    shard.rsplit('/').next().is_some_and(|name| name.starts_with("out-"))
+}
+
 /// Whether there was no room.
 fn is_full(kind: io::ErrorKind) -> bool {
     matches!(kind, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
@@ -169,6 +180,13 @@ fn config_hint(field: &str, found: &str) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_shard_that_a_conversion_makes_is_not_to_be_downloaded() {
+        let of = |shard: &str| CheckpointError::ShardsMissing { index: "m".into(), missing: vec![shard.to_owned()] }.hint();
+        assert!(of("out-00003.safetensors").starts_with("run the conversion"));
+        assert_eq!(of("model-00003-of-00004.safetensors"), "fetch the missing shards");
+    }
 
     #[test]
     fn every_way_in_which_a_drive_takes_no_more_has_a_hint_of_its_own() {

@@ -12,6 +12,12 @@ use crate::cli::{Failure, size};
 
 /// The model, where nothing about its files is wrong.
 pub fn examine(dir: &Path, report: &mut Report) -> Option<Checkpoint> {
+    // What is being written has no small files yet, and none is to be put there.
+    if let Err(error @ CheckpointError::Unfinished { .. }) = checkpoint::refuse_partial(dir) {
+        report.failure("shards", failure(&error));
+        report.skip("config", "comes when the last shard is written, with the tokenizer", None);
+        return None;
+    }
     let arch = Arch::read(dir).map_err(|error| report.failure("config", failure(&error))).ok();
     if let Some(arch) = &arch {
         let (layers, moe) = (arch.layers.len(), &arch.moe);
