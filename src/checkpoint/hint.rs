@@ -183,7 +183,8 @@ mod tests {
 
     #[test]
     fn a_shard_that_a_conversion_makes_is_not_to_be_downloaded() {
-        let of = |shard: &str| CheckpointError::ShardsMissing { index: "m".into(), missing: vec![shard.to_owned()] }.hint();
+        let of =
+            |shard: &str| CheckpointError::ShardsMissing { index: "m".into(), missing: vec![shard.to_owned()] }.hint();
         assert!(of("out-00003.safetensors").starts_with("run the conversion"));
         assert_eq!(of("model-00003-of-00004.safetensors"), "fetch the missing shards");
     }

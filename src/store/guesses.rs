@@ -36,6 +36,17 @@ enum State {
     Resting,
 }
 
+/// What became of an attempt to read ahead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Guessed {
+    /// It is read, or was there.
+    Done,
+    /// There is no slab for it now.
+    Later,
+    /// Guesses have what they may have, or nothing can be read.
+    Never,
+}
+
 /// What becomes of a guess whose read is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
@@ -136,45 +147,55 @@ impl ExpertStore {
         for number in experts.iter().map(|expert| self.table.index(key(expert))) {
             self.placement.hint(number as u32);
         }
-        // Behind those of a nearer layer, which wait at the end: the last is read next.
+        if self.missing.is_empty() {
+            experts.iter().map(key).take_while(|&key| self.guess(key) == Guessed::Done).for_each(drop);
+            return;
+        }
+        // While a miss waits for a slab, a guess would take it away. It waits behind those of a nearer layer, which are at
+        // the end: the last is read next.
         let slot_of = |key: &ExpertKey| self.slot_of[self.table.index(*key)];
         let absent = experts.iter().map(key).filter(|key| slot_of(key) == NO_SLOT);
         let waiting = &mut self.guesses.waiting;
         let before = waiting.len();
-        waiting.extend(absent.take(self.guesses.most - before));
+        waiting.extend(absent.take(self.guesses.most.saturating_sub(before)));
         waiting[before..].reverse();
         waiting.rotate_left(before);
-        // While a miss waits for a slab, a guess would take it away.
-        if self.missing.is_empty() {
-            self.read_ahead();
-            self.guesses.forget_waiting();
-        }
     }
 
     /// Begins to read the guesses that wait, as far as there are slots, unless misses wait too.
     pub(super) fn read_ahead(&mut self) {
-        if self.dead.is_some() || !self.missing.is_empty() {
+        if !self.missing.is_empty() {
             return;
         }
         while let Some(&key) = self.guesses.waiting.last() {
-            let slots = self.pool.slabs_of(self.table.size_of(usize::from(key.layer)));
-            if !self.guesses.has_room(slots) {
-                return self.guesses.forget_waiting();
+            match self.guess(key) {
+                Guessed::Done => drop(self.guesses.waiting.pop()),
+                Guessed::Later => return,
+                Guessed::Never => return self.guesses.forget_waiting(),
             }
-            if self.slot_of[self.table.index(key)] == NO_SLOT {
-                if !self.may_stage(key, true) {
-                    return;
-                }
-                // The next slot that is let go of will do.
-                let Some((slot, slab)) = self.claim(key) else { return };
-                if self.submit(key, slot, slab, Priority::Lookahead).is_err() {
-                    return self.guesses.forget_waiting();
-                }
-                self.guesses.add(slot, key.layer);
-                self.accounts.stats.guessed += 1;
-            }
-            self.guesses.waiting.pop();
         }
+    }
+
+    /// Begins to read `key`, if it is not there.
+    fn guess(&mut self, key: ExpertKey) -> Guessed {
+        let slots = self.pool.slabs_of(self.table.size_of(usize::from(key.layer)));
+        if self.dead.is_some() || !self.guesses.has_room(slots) {
+            return Guessed::Never;
+        }
+        if self.slot_of[self.table.index(key)] != NO_SLOT {
+            return Guessed::Done;
+        }
+        if !self.may_stage(key, true) {
+            return Guessed::Later;
+        }
+        // The next slot that is let go of will do.
+        let Some((slot, slab)) = self.claim(key) else { return Guessed::Later };
+        if self.submit(key, slot, slab, Priority::Lookahead).is_err() {
+            return Guessed::Never;
+        }
+        self.guesses.add(slot, key.layer);
+        self.accounts.stats.guessed += 1;
+        Guessed::Done
     }
 
     /// Takes back or waits for every guess under way; those that rest are the next victims. Nothing is in flight then
