@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use millstream::kernels::{Format, Input, Kernels, MatrixSpec, Quantized, Team, WeightRef, matmul};
 use millstream_io::measure::median;
 
-/// The argument that makes this program keep a core busy until it is killed.
+/// The argument that makes this program keep a core busy for as long as its parent, the next argument, lives.
 const HOG: &str = "--hog";
 
 /// A task of a wake-up's measurement.
@@ -24,8 +24,8 @@ const TASK: Duration = Duration::from_micros(20);
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 fn main() -> Outcome<()> {
-    if std::env::args().any(|arg| arg == HOG) {
-        let parent = std::os::unix::process::parent_id();
+    if let Some(parent) = std::env::args().skip_while(|arg| arg != HOG).nth(1) {
+        let parent: u32 = parent.parse()?;
         // Ends with the benchmark, whatever ended that.
         while std::os::unix::process::parent_id() == parent {
             for i in 0..100_000_000u64 {
@@ -126,7 +126,7 @@ impl Crowd {
     fn new(processes: usize) -> Outcome<Crowd> {
         let mut crowd = Crowd(Vec::new());
         for _ in 0..processes {
-            crowd.0.push(Command::new(std::env::current_exe()?).arg(HOG).spawn()?);
+            crowd.0.push(Command::new(std::env::current_exe()?).arg(HOG).arg(std::process::id().to_string()).spawn()?);
         }
         // They are spread over the cores by then.
         std::thread::sleep(Duration::from_millis(if processes > 0 { 200 } else { 0 }));

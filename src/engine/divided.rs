@@ -59,9 +59,9 @@ impl<'a> Divided<'a> {
         let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
         let requantized = experts::check(checkpoint, config)?;
         let rows = rows::choose(config, context, |rows| {
-            demand(checkpoint, config, context, rows, sparse, explicit, &files, &plan)
+            demand(checkpoint, config, kernels, context, rows, sparse, explicit, &files, &plan)
         });
-        let fixed = demand(checkpoint, config, context, rows, sparse, explicit, &files, &plan);
+        let fixed = demand(checkpoint, config, kernels, context, rows, sparse, explicit, &files, &plan);
         let fixed = Demand { working: fixed.working + (requantized * size_of::<f32>()) as u64, ..fixed };
         let memory = config.memory;
         let (table, budget) = divide(checkpoint, config, &files, &fixed, memory).map_err(|error| match error {
@@ -119,6 +119,7 @@ impl<'a> Divided<'a> {
 fn demand(
     checkpoint: &Checkpoint,
     config: &EngineConfig,
+    kernels: &Kernels,
     context: usize,
     rows: usize,
     sparse: bool,
@@ -129,9 +130,9 @@ fn demand(
     let (arch, threads) = (&checkpoint.arch, config.threads);
     let (mut room, mut working) = (Room::counting(), Room::counting());
     // What the explicit form rebuilds is counted by itself.
-    State::new(arch, rows, context, threads, false, &mut room);
+    State::new(kernels, arch, rows, context, threads, false, &mut room);
     // What experts are quantized with is counted where it is known how many need it.
-    ExpertScratch::new(arch, rows, 0, &mut working);
+    ExpertScratch::new(kernels, arch, rows, 0, &mut working);
     rope_of(arch, context, &mut room);
     room.add(Sampler::bytes(arch.vocab));
     if config.timeline {

@@ -158,8 +158,10 @@ impl Engine {
         let mut store = ExpertStore::new(table, device, pool);
         store.set_checks(checks);
         store.set_policy(config.policy);
-        let mut experts =
-            Streamed::new(store, ExpertScratch::new(&checkpoint.arch, rows, requantized, &mut Room::default()));
+        let mut experts = Streamed::new(
+            store,
+            ExpertScratch::new(kernels, &checkpoint.arch, rows, requantized, &mut Room::default()),
+        );
         if !config.history.is_empty() {
             experts.store.remember(config.history.clone(), checkpoint.arch.moe.top_k, config.pins.asked());
         }
@@ -188,7 +190,7 @@ impl Engine {
         let mut engine = Engine {
             experts,
             kv: KvCache::new(&arch, context, sparse, config.kv_bits),
-            state: State::new(&arch, rows, context, config.threads, explicit, room),
+            state: State::new(kernels, &arch, rows, context, config.threads, explicit, room),
             meter: Meter::with_timeline(kept),
             sampler: Sampler::new(arch.vocab),
             prompt_form,

@@ -106,7 +106,7 @@ impl Trial {
         store.allow_guesses((1 + guess.layers) * top_k, top_k);
         let room = &mut Room::default();
         let requantized = experts::check(checkpoint, config)?;
-        let mut inner = Streamed::new(store, ExpertScratch::new(&arch, 1, requantized, room));
+        let mut inner = Streamed::new(store, ExpertScratch::new(kernels, &arch, 1, requantized, room));
         inner.pipeline = config.switches.pipeline != Switch::Off;
         inner.prefetch = config.switches.guesses().is_some();
         inner.ahead = guess.layers;
@@ -116,7 +116,7 @@ impl Trial {
         let mut kv = KvCache::new(&arch, positions + 1, sparse, config.kv_bits);
         kv.advance(positions);
         Ok(Trial {
-            state: State::new(&arch, 1, positions + 1, config.threads, form == Form::Explicit, room),
+            state: State::new(kernels, &arch, 1, positions + 1, config.threads, form == Form::Explicit, room),
             experts: Drawn { inner, layers: drawn },
             kv,
             meter: Meter::new(),

@@ -3,7 +3,7 @@
 use super::state::{MlpScratch, quantized};
 use super::{ForwardError, Guess};
 use crate::checkpoint::arch::Arch;
-use crate::kernels::{Input, Quantized, Requantizer, Unfit};
+use crate::kernels::{Input, Kernels, Quantized, Requantizer, Unfit};
 use crate::meter::{Meter, Stage};
 use crate::ops::Compute;
 use crate::ops::room::Room;
@@ -81,7 +81,7 @@ pub struct ExpertScratch {
 impl ExpertScratch {
     /// Buffers for calls of up to `rows` rows, counted in `room`; `requantized` floats are for experts that are quantized
     /// on their way.
-    pub fn new(arch: &Arch, rows: usize, requantized: usize, room: &mut Room) -> ExpertScratch {
+    pub fn new(k: &Kernels, arch: &Arch, rows: usize, requantized: usize, room: &mut Room) -> ExpertScratch {
         let (hidden, moe) = (arch.hidden, &arch.moe);
         ExpertScratch {
             order: room.empty(rows * moe.top_k),
@@ -90,8 +90,8 @@ impl ExpertScratch {
             gathered: room.floats(rows * hidden),
             output: room.floats(rows * hidden),
             slots: room.floats(rows * moe.top_k * hidden),
-            quantized: quantized(rows, hidden, room),
-            mlp: MlpScratch::new(rows, moe.width, room),
+            quantized: quantized(k, rows, hidden, room),
+            mlp: MlpScratch::new(k, rows, moe.width, room),
             requantizer: Requantizer::new(room.floats(requantized)),
         }
     }

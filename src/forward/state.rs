@@ -3,7 +3,7 @@
 use super::attention;
 use super::lookahead::Lookahead;
 use crate::checkpoint::arch::{Arch, IndexerKind, MlpKind};
-use crate::kernels::{Input, Isa, Kernels, Quantized, Table, WeightRef, bf16_of};
+use crate::kernels::{Input, Kernels, Quantized, Table, WeightRef, bf16_of};
 use crate::ops::Compute;
 use crate::ops::room::Room;
 
@@ -15,11 +15,11 @@ pub(crate) struct MlpScratch {
 }
 
 impl MlpScratch {
-    pub(super) fn new(rows: usize, width: usize, room: &mut Room) -> MlpScratch {
+    pub(super) fn new(k: &Kernels, rows: usize, width: usize, room: &mut Room) -> MlpScratch {
         MlpScratch {
             gate: room.floats(rows * width),
             up: room.floats(rows * width),
-            quantized: quantized(rows, width, room),
+            quantized: quantized(k, rows, width, room),
         }
     }
 
@@ -44,12 +44,12 @@ impl MlpScratch {
 }
 
 /// Room for quantized rows: a byte a value in each of the layouts that some format reads, rounded up to whole vectors; and
-/// in that of tile registers on a machine that has them.
-pub(super) fn quantized(rows: usize, width: usize, room: &mut Room) -> Quantized {
+/// in that of tile registers for kernels that have them.
+pub(super) fn quantized(k: &Kernels, rows: usize, width: usize, room: &mut Room) -> Quantized {
     const LAYOUTS: usize = 4;
     const VECTOR: usize = 128;
-    let layouts = LAYOUTS + usize::from(Kernels::for_isa(Isa::Amx).is_some());
-    room.made(rows * layouts * width.next_multiple_of(VECTOR), || Quantized::with_capacity(rows, width))
+    let layouts = LAYOUTS + usize::from(k.has_tiles());
+    room.made(rows * layouts * width.next_multiple_of(VECTOR), || Quantized::for_kernels(k, rows, width))
 }
 
 /// Scratch of a step.
@@ -78,7 +78,15 @@ pub struct State {
 impl State {
     /// Scratch for steps of up to `rows` rows in contexts of up to `context` positions on `threads` threads, counted in
     /// `room`; `explicit` says whether the explicit form of attention will ever be asked for.
-    pub fn new(arch: &Arch, rows: usize, context: usize, threads: usize, explicit: bool, room: &mut Room) -> State {
+    pub fn new(
+        k: &Kernels,
+        arch: &Arch,
+        rows: usize,
+        context: usize,
+        threads: usize,
+        explicit: bool,
+        room: &mut Room,
+    ) -> State {
         let all = arch.layers.iter().chain(&arch.mtp);
         let dense = all.filter_map(|l| match l.mlp {
             MlpKind::Dense { width } => Some(width),
@@ -92,13 +100,13 @@ impl State {
             normed: room.floats(rows * joined),
             branch: room.floats(rows * arch.hidden),
             shared: room.floats(rows * arch.hidden),
-            attention: attention::Scratch::new(arch, rows, context, threads, explicit, room),
+            attention: attention::Scratch::new(k, arch, rows, context, threads, explicit, room),
             scores: room.floats(rows * arch.moe.experts),
             biased: room.floats(arch.moe.experts),
             ids: room.filled(0, rows * arch.moe.top_k),
             gates: room.floats(rows * arch.moe.top_k),
-            mlp: MlpScratch::new(rows, width, room),
-            quantized: quantized(rows, joined, room),
+            mlp: MlpScratch::new(k, rows, width, room),
+            quantized: quantized(k, rows, joined, room),
             logits: room.empty(arch.vocab),
             lookahead: Lookahead::new(arch, rows, room),
         }

@@ -55,13 +55,13 @@ pub fn matmul(k: &Kernels, team: &Team, w: &WeightRef, input: &Input, out: &mut 
     if out.is_empty() {
         return;
     }
+    let team = team.for_work(w.data().len() * input.rows);
     let target = Outputs { first: out.as_mut_ptr(), stride: w.rows(), len: out.len() };
     if let Some(panel) = quantized.filter(|_| k.takes_tiles(w.format())).and_then(Quantized::panel) {
         return by_tiles(k, team, w, &panel, &target);
     }
-    let team = team.for_work(w.data().len() * input.rows);
-    let many = quantized.is_some() && input.rows > 1;
-    let step = task_rows(w, team.threads(), if many { PANEL_STEP } else { ROW_STEP });
+    let panels = quantized.is_some() && input.rows > 1 && k.integer_batch > MAX_BATCH;
+    let step = task_rows(w, team.threads(), if panels { PANEL_STEP } else { ROW_STEP });
     let tasks = w.rows().div_ceil(step);
     team.run(tasks, &|turn| {
         let task = striped(turn, tasks, team.threads());

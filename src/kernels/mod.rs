@@ -280,6 +280,11 @@ impl Kernels {
         unsafe { (self.integer)(w, rows, x, tile) }
     }
 
+    /// Whether it multiplies over tile registers at all.
+    pub fn has_tiles(&self) -> bool {
+        self.tiles.is_some()
+    }
+
     /// Whether whole batches of such a matrix go over tile registers.
     fn takes_tiles(&self, format: Format) -> bool {
         self.tiles.is_some_and(|kernel| (kernel.takes)(format))

@@ -1,7 +1,7 @@
 //! Activations as int8, in the orders the integer kernels read them.
 
+use super::Kernels;
 use super::panel::{self, Bytes, Panel, TILE_ROWS};
-use super::{Isa, Kernels};
 use crate::limits::MAX_COLUMNS;
 
 /// Columns are padded with zeros to a multiple of this, the columns of a 64-byte load of int2 weights.
@@ -79,7 +79,13 @@ impl Quantized {
     pub fn with_capacity(rows: usize, cols: usize) -> Quantized {
         let mut quantized = Quantized::default();
         quantized.reserve(rows, cols);
-        if rows >= TILE_ROWS && Kernels::for_isa(Isa::Amx).is_some() {
+        quantized
+    }
+
+    /// The same for what `k` quantizes: with room for the order of tile registers, where it has them.
+    pub fn for_kernels(k: &Kernels, rows: usize, cols: usize) -> Quantized {
+        let mut quantized = Quantized::with_capacity(rows, cols);
+        if rows >= TILE_ROWS && k.has_tiles() {
             quantized.tiles.resize(panel::tiles_of(rows, cols), Bytes::ZERO);
         }
         quantized

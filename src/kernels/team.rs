@@ -9,7 +9,7 @@ use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -22,19 +22,24 @@ const MAX_TASKS: usize = (1 << LEFT_BITS) - 1;
 /// Polls before a thread sleeps: tens of microseconds, longer than the gap between two matmuls of a layer.
 const SPINS: usize = 1500;
 
-/// Work that is not worth sharing, in bytes that are read or products that are made: a core does it in the time that a line
-/// of cache takes to go to another core and back a few times.
+/// Work that is not worth sharing, in bytes that are read, as often as they are, or products of floats: a core does it in
+/// the time that a line of cache takes to go to another core and back a few times.
 const SMALL: usize = 48 << 10;
 
 /// How long a worker stays away that held up a run. Twice as long each time it does so again soon after, up to 32 times.
 const AWAY: Duration = Duration::from_millis(5);
 const AWAY_DOUBLINGS: u32 = 5;
 
-/// A worker held up a run when it was waited for so many times as long as the caller's part of the run took. Of long runs
-/// that is never true, and should not be: a worker that comes and goes does more for them than it costs.
+/// A worker held up a run when it was waited for so many times as long as the caller took over its own tasks, the caller's
+/// way back to a core included. Of long runs that is never true, and should not be: a worker that comes and goes does more
+/// for them than it costs.
 const HELD_UP: u32 = 16;
-/// And so long at least.
-const HELD_UP_LEAST: Duration = Duration::from_micros(200);
+/// And so long at least, which is less than a turn of another program and more than an interrupt.
+const HELD_UP_LEAST: Duration = Duration::from_micros(500);
+
+/// Where a worker has stayed away so often for being on the caller's core, the system has no other for it, or does not tell
+/// cores apart: it is no longer looked at.
+const CORE_STAYS_MAX: u32 = 8;
 
 /// The core of a caller that does not know it.
 const NO_CORE: u32 = u32::MAX;
@@ -48,6 +53,8 @@ pub struct Team {
     workers: Vec<JoinHandle<()>>,
     /// Held during a run. Whoever finds it taken, a task that starts a run among them, runs its tasks alone.
     running: Mutex<()>,
+    /// The caller alone, for small work; `None` where there is nobody else.
+    alone: Option<Box<Team>>,
 }
 
 /// On lines of cache of its own: what one thread writes while others wait for something else.
@@ -97,12 +104,19 @@ struct Rest {
     wake: Condvar,
     finished: Condvar,
     spins: usize,
+    /// How long a worker stays away the first time.
+    away: Duration,
 }
 
 impl Team {
     /// A team of `threads` in all, the caller of [`Team::run`] among them; 0 counts as 1. Threads that the system refuses
     /// to start are left out.
     pub fn new(threads: usize) -> Team {
+        Team::with(threads, AWAY)
+    }
+
+    /// The same with workers that stay away so long the first time.
+    fn with(threads: usize, away: Duration) -> Team {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
             work: Line(Work {
@@ -127,6 +141,7 @@ impl Team {
                 finished: Condvar::new(),
                 // Spinning with more threads than cores would keep the thread that has the work from running.
                 spins: if threads <= cores { SPINS } else { 0 },
+                away,
             },
         });
         let worker = |i: usize| {
@@ -134,7 +149,8 @@ impl Team {
             std::thread::Builder::new().name(format!("team-{i}")).spawn(move || Worker::new(&shared, i - 1).live()).ok()
         };
         let workers = (1..threads).map_while(worker).collect();
-        Team { shared, workers, running: Mutex::new(()) }
+        let alone = (threads > 1).then(|| Box::new(Team::new(1)));
+        Team { shared, workers, running: Mutex::new(()), alone }
     }
 
     /// Threads that take part, the caller included.
@@ -142,11 +158,10 @@ impl Team {
         self.workers.len() + 1
     }
 
-    /// Who does about so much `work`, in bytes that are read or products that are made, whichever is more: this team, or its
+    /// Who does about so much `work`, in bytes that are read, as often as they are, or products of floats: this team, or its
     /// caller alone where handing over would take longer.
     pub fn for_work(&self, work: usize) -> &Team {
-        static ALONE: LazyLock<Team> = LazyLock::new(|| Team::new(1));
-        if work < SMALL { &ALONE } else { self }
+        self.alone.as_deref().filter(|_| work < SMALL).unwrap_or(self)
     }
 
     /// Calls `f(0)`, ..., `f(tasks - 1)`, each once, in any order and on any thread of the team, and returns when all are
@@ -171,9 +186,10 @@ impl Team {
             rest.wake.notify_all();
         }
         let began = Instant::now();
-        self.shared.take_tasks(None);
+        let mine = self.shared.take_tasks(None).tasks;
+        let part = (mine > 0).then(|| began.elapsed());
         if !self.shared.spin_until_done(tasks) {
-            self.shared.wait_until_done(tasks, began.elapsed());
+            self.shared.wait_until_done(tasks, part);
         }
         if rest.panicked.swap(false, Relaxed) {
             let payload = rest.payload.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -183,19 +199,29 @@ impl Team {
     }
 }
 
+/// What a thread found when no task was left.
+struct Taken {
+    /// The ticket that said so.
+    ticket: u64,
+    /// Tasks that it had.
+    tasks: usize,
+}
+
 impl Shared {
-    /// Runs tasks until none is left to claim, as the worker of this number or as the caller; the ticket that said so.
-    fn take_tasks(&self, worker: Option<usize>) -> u64 {
+    /// Runs tasks until none is left to claim, as the worker of this number or as the caller.
+    fn take_tasks(&self, worker: Option<usize>) -> Taken {
         let Shared { work: Line(work), end: Line(end), rest } = self;
+        let mut mine = 0;
         loop {
             let ticket = work.ticket.load(Relaxed);
             let left = (ticket & MAX_TASKS as u64) as usize;
             if left == 0 {
-                return ticket;
+                return Taken { ticket, tasks: mine };
             }
             if work.ticket.compare_exchange_weak(ticket, ticket - 1, AcqRel, Relaxed).is_err() {
                 continue;
             }
+            mine += 1;
             // The claimed task keeps its run unfinished, so these are the ones stored before its ticket.
             let tasks = work.tasks.load(Relaxed);
             let job = work.job.load(Relaxed);
@@ -232,8 +258,8 @@ impl Shared {
     }
 
     /// Sleeps until all tasks are done, and tells the worker that was waited for to stay away if that took far longer than
-    /// the caller's `part`.
-    fn wait_until_done(&self, tasks: usize, part: Duration) {
+    /// the caller's `part`. A caller that had none does not know how long they take.
+    fn wait_until_done(&self, tasks: usize, part: Option<Duration>) {
         let Shared { end: Line(end), rest, .. } = self;
         let began = Instant::now();
         let mut guard = rest.lock();
@@ -242,7 +268,7 @@ impl Shared {
             guard = rest.finished.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
         end.caller_sleeps.store(false, SeqCst);
-        if began.elapsed() > HELD_UP_LEAST.max(part * HELD_UP)
+        if part.is_some_and(|part| began.elapsed() > HELD_UP_LEAST.max(part * HELD_UP))
             && let Some(Line(sent)) = rest.sent_away.get(end.last.load(Relaxed))
         {
             sent.fetch_add(1, Relaxed);
@@ -264,13 +290,15 @@ struct Worker<'a> {
     sent_away: u32,
     /// Times it stayed away in quick succession.
     times: u32,
+    /// Times in a row that it was on the caller's core.
+    core_stays: u32,
     /// When it came back last.
     back: Instant,
 }
 
 impl Worker<'_> {
     fn new(shared: &Shared, number: usize) -> Worker<'_> {
-        Worker { shared, number, sent_away: 0, times: 0, back: Instant::now() }
+        Worker { shared, number, sent_away: 0, times: 0, core_stays: 0, back: Instant::now() }
     }
 
     fn live(&mut self) {
@@ -280,7 +308,7 @@ impl Worker<'_> {
             if self.is_in_the_way(seen) {
                 self.stay_away();
             }
-            seen = self.shared.take_tasks(Some(self.number));
+            seen = self.shared.take_tasks(Some(self.number)).ticket;
             let mut spins = 0;
             while work.ticket.load(Relaxed) == seen && !rest.stop.load(Relaxed) {
                 if spins == rest.spins {
@@ -299,16 +327,20 @@ impl Worker<'_> {
         let sent = rest.sent_away[self.number].0.load(Relaxed);
         let held_up = std::mem::replace(&mut self.sent_away, sent) != sent;
         // With more threads than cores some must share one.
-        let may_look = rest.spins > 0 && work.ticket.load(Relaxed) != seen;
-        held_up || may_look && core().is_some_and(|core| core == work.core.load(Relaxed))
+        let may_look = rest.spins > 0 && self.core_stays < CORE_STAYS_MAX && work.ticket.load(Relaxed) != seen;
+        let same_core = may_look && core().is_some_and(|core| core == work.core.load(Relaxed));
+        if may_look {
+            self.core_stays = if same_core { self.core_stays + 1 } else { 0 };
+        }
+        held_up || same_core
     }
 
     /// Sleeps for a while, whatever there is to do.
     fn stay_away(&mut self) {
         let rest = &self.shared.rest;
-        let before = AWAY * 2u32.pow(self.times);
+        let before = rest.away * 2u32.pow(self.times);
         self.times = if self.back.elapsed() < 2 * before { (self.times + 1).min(AWAY_DOUBLINGS) } else { 0 };
-        let until = Instant::now() + AWAY * 2u32.pow(self.times);
+        let until = Instant::now() + rest.away * 2u32.pow(self.times);
         let mut guard = rest.lock();
         while !rest.stop.load(Relaxed) {
             let left = until.saturating_duration_since(Instant::now());
@@ -478,11 +510,36 @@ mod tests {
 
     #[test]
     fn a_team_ends_while_a_worker_stays_away() {
-        let team = Team::new(3);
-        team.shared.rest.sent_away.iter().for_each(|Line(sent)| {
-            sent.fetch_add(1, Relaxed);
-        });
-        team.run(100, &|_| ());
+        let team = Team::with(2, Duration::from_secs(600));
+        team.shared.rest.sent_away[0].0.fetch_add(1, Relaxed);
+        // Awake it looks whether it was sent away before it takes a task, so that from then on all are the caller's.
+        let caller = std::thread::current().id();
+        for _ in 0..50 {
+            let others = AtomicUsize::new(0);
+            team.run(20, &|_| {
+                std::thread::sleep(Duration::from_micros(200));
+                others.fetch_add(usize::from(std::thread::current().id() != caller), Relaxed);
+            });
+            assert_eq!(others.into_inner(), 0, "a worker that was to stay away took a task");
+        }
+        let begun = Instant::now();
         drop(team);
+        assert!(begun.elapsed() < Duration::from_secs(60), "the end of a team waits for who stays away");
+    }
+
+    #[test]
+    fn a_caller_that_had_no_task_sends_nobody_away() {
+        let team = Team::new(3);
+        let caller = std::thread::current().id();
+        for _ in 0..100 {
+            let sent = || team.shared.rest.sent_away.iter().map(|Line(sent)| sent.load(Relaxed)).sum::<u32>();
+            let (before, mine) = (sent(), AtomicUsize::new(0));
+            std::thread::sleep(Duration::from_millis(2));
+            team.run(2, &|_| {
+                mine.fetch_add(usize::from(std::thread::current().id() == caller), Relaxed);
+                std::thread::sleep(Duration::from_millis(2));
+            });
+            assert!(mine.into_inner() > 0 || sent() == before);
+        }
     }
 }

@@ -3,7 +3,7 @@
 use crate::checkpoint::arch::FullArch;
 use crate::forward::state::{LayerCache, quantized};
 use crate::forward::{Model, Rows};
-use crate::kernels::{Input, Quantized};
+use crate::kernels::{Input, Kernels, Quantized};
 use crate::model::weights::FullWeights;
 use crate::ops::attention::full::{self, Shape};
 use crate::ops::norm;
@@ -20,7 +20,7 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    pub(super) fn new(a: &FullArch, rows: usize, room: &mut Room) -> Scratch {
+    pub(super) fn new(k: &Kernels, a: &FullArch, rows: usize, room: &mut Room) -> Scratch {
         let shape = shape_of(a);
         Scratch {
             arch: *a,
@@ -28,7 +28,7 @@ impl Scratch {
             keys: room.floats(rows * shape.keys()),
             values: room.floats(rows * shape.keys()),
             context: room.floats(rows * shape.queries()),
-            quantized: quantized(rows, shape.queries(), room),
+            quantized: quantized(k, rows, shape.queries(), room),
         }
     }
 }

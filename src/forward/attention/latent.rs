@@ -4,7 +4,7 @@ use super::Part;
 use crate::checkpoint::arch::{IndexerArch, IndexerKind, LatentArch};
 use crate::forward::state::{LayerCache, quantized};
 use crate::forward::{Form, Model};
-use crate::kernels::{Input, Quantized};
+use crate::kernels::{Input, Kernels, Quantized};
 use crate::limits::ATTENTION_ROWS;
 use crate::model::weights::{IndexerWeights, LatentWeights};
 use crate::ops::attention::latent::{self, Shape};
@@ -38,6 +38,7 @@ struct IndexScratch {
 
 impl Scratch {
     pub(super) fn new(
+        k: &Kernels,
         a: &LatentArch,
         indexer: Option<&IndexerArch>,
         rows: usize,
@@ -57,7 +58,7 @@ impl Scratch {
             q: room.floats(taken * a.heads * shape.query()),
             kv: room.floats(taken * shape.cached()),
             context: room.floats(taken * a.heads * a.value),
-            quantized: quantized(taken, a.q_rank.max(a.heads * a.value), room),
+            quantized: quantized(k, taken, a.q_rank.max(a.heads * a.value), room),
             index: IndexScratch {
                 queries: room.floats(taken * index_heads * index_dim),
                 keys: room.floats(taken * index_dim),

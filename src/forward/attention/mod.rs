@@ -6,6 +6,7 @@ mod latent;
 use super::state::{LayerCache, State};
 use super::{Form, Model, Rows};
 use crate::checkpoint::arch::{Arch, AttentionArch};
+use crate::kernels::Kernels;
 use crate::limits::ATTENTION_ROWS;
 use crate::model::weights::{AttentionWeights, Layer};
 use crate::ops::attention::latent::Shape;
@@ -20,6 +21,7 @@ pub(super) enum Scratch {
 impl Scratch {
     /// Arguments as of [`State::new`].
     pub(super) fn new(
+        k: &Kernels,
         arch: &Arch,
         rows: usize,
         context: usize,
@@ -30,9 +32,9 @@ impl Scratch {
         match &arch.attention {
             AttentionArch::Latent(a) => {
                 let indexer = arch.indexer.as_ref();
-                Scratch::Latent(Box::new(latent::Scratch::new(a, indexer, rows, context, threads, explicit, room)))
+                Scratch::Latent(Box::new(latent::Scratch::new(k, a, indexer, rows, context, threads, explicit, room)))
             }
-            AttentionArch::Full(a) => Scratch::Full(Box::new(full::Scratch::new(a, rows.min(ATTENTION_ROWS), room))),
+            AttentionArch::Full(a) => Scratch::Full(Box::new(full::Scratch::new(k, a, rows.min(ATTENTION_ROWS), room))),
         }
     }
 }
