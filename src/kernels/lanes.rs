@@ -52,13 +52,20 @@ pub(super) fn axpy<C: Cell>(a: f32, x: &[C], y: &mut [f32]) {
 #[inline(always)]
 pub(super) fn dots(vectors: &[f32], rows: &RowsAt, out: &mut [f32]) {
     match rows.table() {
-        Table::F32(cells) => dots_of(vectors, rows, cells, out),
-        Table::Bf16(cells) => dots_of(vectors, rows, cells, out),
+        Table::F32(cells) => dots_by(vectors, rows, cells, out, dot),
+        Table::Bf16(cells) => dots_by(vectors, rows, cells, out, dot),
     }
 }
 
+/// The products of every vector with every row, each by `dot`.
 #[inline(always)]
-fn dots_of<C: Cell>(vectors: &[f32], rows: &RowsAt, cells: &[C], out: &mut [f32]) {
+pub(super) fn dots_by<C: Cell>(
+    vectors: &[f32],
+    rows: &RowsAt,
+    cells: &[C],
+    out: &mut [f32],
+    dot: impl Fn(&[f32], &[C]) -> f32,
+) {
     if rows.is_empty() || rows.width() == 0 {
         return out.fill(0.0);
     }

@@ -8,6 +8,7 @@ mod integer;
 use std::arch::x86_64::*;
 
 use super::quantized::QuantRowMut;
+use super::rows::{Cell, Table};
 use super::{EncodeError, Format, Isa, Kernels, MAX_BATCH, RowsAt, encode, lanes};
 
 pub(super) fn table() -> Option<&'static Kernels> {
@@ -46,7 +47,17 @@ fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn dots(vectors: &[f32], rows: &RowsAt, out: &mut [f32]) {
-    lanes::dots(vectors, rows, out);
+    match rows.table() {
+        Table::F32(cells) => lanes::dots_by(vectors, rows, cells, out, |a, b| dot_apart(a, b)),
+        Table::Bf16(cells) => lanes::dots_by(vectors, rows, cells, out, |a, b| dot_apart(a, b)),
+    }
+}
+
+/// In a loop over rows the compiler makes no vectors of what it has inlined.
+#[inline(never)]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn dot_apart<C: Cell>(a: &[f32], b: &[C]) -> f32 {
+    lanes::dot(a, b)
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
