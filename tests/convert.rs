@@ -326,6 +326,49 @@ fn a_repack_changes_the_layout_and_no_weight() {
 }
 
 #[test]
+fn experts_of_which_one_matrix_has_no_scales_are_repacked_again_and_again() {
+    let model = Model::tiny();
+    model.edit_shard(|shard| {
+        let of_experts = |name: &str| name.contains(".mlp.experts.");
+        let mut scales = Vec::new();
+        for tensor in shard.tensors.iter_mut().filter(|tensor| of_experts(&tensor.name)) {
+            if tensor.name.ends_with("down_proj.weight") {
+                continue;
+            }
+            // Each of E4M3's codes that is a finite number, by turns.
+            let count = tensor.data.len() / 2;
+            let data = (0..count + scales.len()).skip(scales.len()).map(|at| (at % 127) as u8).collect();
+            let scale = 0.001f32 * (scales.len() + 1) as f32;
+            *tensor = Tensor::new(&tensor.name, "F8_E4M3", &tensor.shape, data);
+            let name = format!("{}_scale_inv", tensor.name);
+            scales.push(Tensor::new(&name, "F32", &[1, 1], scale.to_le_bytes().into()));
+        }
+        assert!(!scales.is_empty());
+        shard.tensors.extend(scales);
+    });
+    let repack = ConvertOptions { repack: true, ..ConvertOptions::default() };
+    let first = converted(model.path(), &repack);
+    let again = converted(first.path(), &repack);
+    let before = tensors_of(model.path());
+    for dst in [&first, &again] {
+        let after = tensors_of(dst.path());
+        assert!(before.keys().eq(after.keys()));
+        before.iter().for_each(|(name, (tensor, _, _))| assert!(after[name].0 == *tensor, "{name}"));
+    }
+    // The checksums of the first are those of its bytes, so that what is made of it is what is made of the model.
+    let [of_first, of_model] = [first.path(), model.path()].map(|src| converted(src, &ConvertOptions::default()));
+    let [of_first, of_model] = [of_first.path(), of_model.path()].map(tensors_of);
+    assert!(of_model.iter().all(|(name, (tensor, _, _))| of_first[name].0 == *tensor));
+    // The last matrix is held against its checksum too.
+    let (_, path, offset) = &tensors_of(first.path())["model.layers.2.mlp.experts.3.down_proj.weight"];
+    let mut bytes = fs::read(path).unwrap();
+    bytes[*offset as usize + 10] ^= 1;
+    fs::write(path, bytes).unwrap();
+    let error = quietly(first.path(), quick_dir().path(), &repack).unwrap_err();
+    assert!(error.to_string().contains("expert 3 of layer 2"), "{error}");
+}
+
+#[test]
 fn the_hashes_of_the_manifest_are_those_of_the_file() {
     let dst = converted(tiny_model(), &ConvertOptions::default());
     let checkpoint = Checkpoint::open(dst.path()).unwrap();

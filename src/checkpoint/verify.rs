@@ -36,7 +36,9 @@ pub struct HashedRun {
     pub expert: Option<usize>,
     /// The bytes. For an expert exactly from its first weight to its last scale.
     pub span: FileSpan,
-    /// XXH3-64 of them.
+    /// How many of them are weights and scales; the others are padding between those.
+    pub bytes: u64,
+    /// XXH3-64 of all.
     pub hash: u64,
 }
 
@@ -64,7 +66,8 @@ impl Manifest {
                 fault(checkpoint, file, expected, "tensors that lie apart".to_owned())
             })?;
             covered += spans.len();
-            runs.push(HashedRun { name, layer, expert, span, hash });
+            let bytes = spans.iter().map(|span| span.len).sum();
+            runs.push(HashedRun { name, layer, expert, span, bytes, hash });
             Ok(())
         };
         for (layer, experts) in checkpoint.experts.layers.iter().enumerate() {

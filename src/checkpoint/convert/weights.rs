@@ -91,9 +91,8 @@ impl Weights for Encoder<'_> {
             let Some(ahead) = &mut self.ahead else { unreachable!("a shard is begun before its items are asked for") };
             let piece = ahead.next(&mut || put(&[]))?;
             let (data, data_scales) = (piece.bytes(0), piece.bytes(1));
-            let spans = rows.spans.iter().zip([(data, false), (data_scales, true)]);
-            for (span, (bytes, is_scales)) in spans {
-                self.sums.take(self.source, span, bytes, is_scales)?;
+            for (span, bytes) in rows.spans.iter().zip([data, data_scales]) {
+                self.sums.take(self.source, span, bytes)?;
             }
             self.taken.fetch_add((data.len() + data_scales.len()) as u64, Ordering::Relaxed);
             if item.target == rows.spec.format {

@@ -127,6 +127,13 @@ pub(crate) struct PlacedRun {
     pub parts: Vec<Part>,
 }
 
+impl PlacedRun {
+    /// Bytes of padding between its weights and scales.
+    pub fn padding(&self) -> u64 {
+        self.parts.iter().map(|part| if let Part::Pad(bytes) = part { *bytes } else { 0 }).sum()
+    }
+}
+
 /// A shard with every byte accounted for.
 #[derive(Clone, Debug)]
 pub(crate) struct ShardLayout {

@@ -35,6 +35,7 @@ pub(crate) fn runs(layout: &ShardLayout, hashes: &[u64]) -> Vec<HashedRun> {
             layer: None,
             expert: None,
             span: FileSpan { file: FileId(0), offset: run.offset, len: run.bytes },
+            bytes: run.bytes - run.padding(),
             hash,
         })
         .collect()
