@@ -689,18 +689,15 @@ fn a_container_is_repacked_by_flag_bit_for_bit() {
         kept.map(|tensor| (tensor.name, (tensor.dtype, tensor.shape, tensor.data))).collect()
     };
     assert!(weights(&plain) == weights(&packed));
-    // Damage is not made whole by new checksums, and the evidence stays.
-    let (other, shard) = (home.path().join("d"), "out-00002.safetensors");
+    // Damage is not made whole by new checksums, and nothing is removed for a source that is not sound.
+    let other = home.path().join("d");
+    let damaged = ["model.norm.weight", "model.layers.4.mlp.experts.5.up_proj.weight"].map(|name| flip(&packed, name));
+    let [one, two] = damaged.each_ref().map(|shard| shard.to_str().unwrap());
+    assert_ne!(one, two);
     let before = contents(&packed);
-    let mut bytes = before[shard].clone();
-    *bytes.last_mut().unwrap() ^= 1;
-    fs::write(packed.join(shard), &bytes).unwrap();
-    refused(&output(&["--repack", "--delete-source"], &other), 1, &[shard, "is damaged", "doctor --deep"]);
-    assert!(fs::read(packed.join(shard)).unwrap() == bytes && !other.join(shard).exists());
-    let here = contents(&packed);
-    shards_of(&before).filter(|name| !here.contains_key(*name)).for_each(|gone| {
-        assert!(weights_in(&other, gone) == weights_in(&plain, gone), "{gone} is nowhere");
-    });
+    let told = output(&["--repack", "--delete-source"], &other);
+    refused(&told, 1, &[one, two, "is damaged", "; and 1 more", "nothing removed", "doctor --deep"]);
+    assert!(contents(&packed) == before && !other.exists());
 }
 
 /// Everything behind the header of a shard, which says what source it is of.
@@ -744,27 +741,60 @@ fn a_damaged_source_that_has_checksums_is_named_and_nothing_is_made_of_what_is_d
     for (source, own) in [(&packed, of_packed), (&fp8, of_fp8)] {
         let (right, copy) = (quick_dir(), contents(source));
         quietly(source, right.path(), &ConvertOptions::default()).unwrap();
-        for tensor in own.iter().chain(&dense) {
+        for (tensor, removes) in own.iter().chain(&dense).flat_map(|tensor| [(tensor, false), (tensor, true)]) {
             let (src, dst) = (quick_dir(), quick_dir());
             copy.iter().for_each(|(name, bytes)| fs::write(src.path().join(name), bytes).unwrap());
-            let before = tensors_of(src.path());
             let shard = flip(src.path(), tensor);
-            let error = quietly(src.path(), dst.path(), &options()).unwrap_err();
-            let CheckpointError::SourceDamaged(damage) = &error else { panic!("{tensor}: {error}") };
-            assert_eq!(damage.shard, shard, "{tensor}");
+            let before = contents(src.path());
+            let options = ConvertOptions { delete_source: removes, ..options() };
+            let error = quietly(src.path(), dst.path(), &options).unwrap_err();
+            let CheckpointError::SourceDamaged { damage, is_whole, .. } = &error else { panic!("{tensor}: {error}") };
+            assert!(damage.shard == shard && *is_whole, "{tensor}: {error}");
             let title = damage.run.title();
             assert!(
                 title == format!("tensor {tensor}") || title == "expert 5 of layer 2" || tensor.ends_with("_inv"),
                 "{title}"
             );
-            // Whatever was removed is what the undamaged source makes, and what is damaged is still there.
-            assert_nothing_lost(src.path(), dst.path(), &before);
-            assert!(shard.exists());
+            assert!(contents(src.path()) == before, "{tensor}");
             let made = shards(dst.path());
+            assert!(!removes || made.is_empty());
             assert!(made.keys().all(|name| weights_in(dst.path(), name) == weights_in(right.path(), name)), "{tensor}");
             assert!(made.len() < shards(right.path()).len());
         }
     }
+}
+
+#[test]
+fn a_source_that_is_damaged_while_it_goes_is_put_right_and_the_same_command_goes_on() {
+    let (home, whole, dst) = (quick_dir(), quick_dir(), quick_dir());
+    let packed = home.path().join("packed");
+    let repack = ConvertOptions { repack: true, ..ConvertOptions::default() };
+    quietly(tiny_model(), &packed, &repack).unwrap();
+    quietly(&packed, whole.path(), &repack).unwrap();
+    let options = ConvertOptions { repack: true, ..options() };
+    let (right, before) = (contents(&packed), tensors_of(&packed));
+    let mut victim = None;
+    let error = convert(&packed, dst.path(), &options, &mut |_| {
+        if victim.is_none() && shards(&packed).len() < before.len() {
+            victim = Some(flip(&packed, "model.layers.4.mlp.experts.5.down_proj.weight"));
+        }
+    })
+    .unwrap_err();
+    let victim = victim.unwrap();
+    // Whoever goes on without a right copy is told the same, and nothing more is removed.
+    let left = contents(&packed);
+    let again = quietly(&packed, dst.path(), &options).unwrap_err();
+    for error in [error, again] {
+        let CheckpointError::SourceDamaged { damage, is_whole: false, .. } = &error else { panic!("{error}") };
+        assert_eq!((&damage.shard, damage.run.title().as_str()), (&victim, "expert 5 of layer 4"));
+        assert!(error.hint().contains("put a right copy"), "{}", error.hint());
+        assert!(contents(&packed) == left);
+        assert_nothing_lost(&packed, dst.path(), &before);
+    }
+    fs::write(&victim, &right[victim.file_name().unwrap().to_str().unwrap()]).unwrap();
+    quietly(&packed, dst.path(), &options).unwrap();
+    assert_same_files(dst.path(), &contents(whole.path()));
+    assert!(shards(&packed).is_empty());
 }
 
 #[test]

@@ -276,8 +276,15 @@ pub enum CheckpointError {
         damage: String,
     },
     /// What was read of a source is not as its checksums say.
-    #[error("the source is damaged: {0}")]
-    SourceDamaged(Box<Damage>),
+    #[error("the source is damaged: {damage}{}", if *others > 0 { format!("; and {others} more") } else { String::new() })]
+    SourceDamaged {
+        /// The first run that differs.
+        damage: Box<Damage>,
+        /// How many others are known to differ.
+        others: usize,
+        /// Whether no shard of the source is gone.
+        is_whole: bool,
+    },
     /// A shard of the destination, finished by an earlier run, is not as it was written.
     #[error("{} is damaged: {damage}{}", file.display(), made_from(gone))]
     Damaged {

@@ -96,8 +96,11 @@ impl CheckpointError {
             CheckpointError::ReadBack { .. } => {
                 "the drive or the memory is at fault (dmesg): nothing of this shard was kept; the same command writes it again"
             }
-            CheckpointError::SourceDamaged(_) => {
-                "nothing was made of it: `millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again"
+            CheckpointError::SourceDamaged { is_whole: true, .. } => {
+                "nothing was made of it, and nothing removed: `millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again"
+            }
+            CheckpointError::SourceDamaged { .. } => {
+                "nothing was made of it, and shards before it are gone: put a right copy of each shard that is named in its place, then run the same command again, which goes on"
             }
             CheckpointError::OtherWeights { .. } => {
                 "it was made from another model with the same headers: give another destination; nothing was removed for this shard"

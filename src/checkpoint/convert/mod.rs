@@ -212,6 +212,9 @@ fn convert_source(
     for (shard, reason) in &stay {
         progress(Progress::Note(format!("{shard} of the source stays: {reason}")));
     }
+    if consume.is_some() {
+        sums::check(checkpoint, dst, &|file| source.is_gone(file), options.cancel.as_ref(), progress)?;
+    }
     let way = if source.is_whole() { None } else { Some(Way::Keep) };
     let context = Context { names: names(&shards), gone: source.gone(&needs), way };
     let contents = Contents {

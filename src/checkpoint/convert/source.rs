@@ -218,6 +218,11 @@ impl<'a> Source<'a> {
         self.gone.is_empty()
     }
 
+    /// Whether a shard was removed.
+    pub fn is_gone(&self, file: FileId) -> bool {
+        self.gone.contains(&file)
+    }
+
     fn name(&self, file: FileId) -> String {
         let path = self.checkpoint.tensors.path(file);
         path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()

@@ -1,13 +1,19 @@
 //! Checksums of the source, held against its bytes as they are read: what is made of them gets checksums of its own, by which
 //! damage would be whole.
 
-use millstream_io::FileSpan;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use millstream_io::{FileId, FileSpan};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::checkpoint::Checkpoint;
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::tensors::TensorMap;
 use crate::checkpoint::verify::{Damage, Fault, HashedRun, Manifest};
+use crate::checkpoint::write::{Cancel, Progress, readback};
+use crate::checkpoint::{Checkpoint, consumed};
+use crate::size;
 
 /// Bytes of the smallest tensor, a scale: between two reads that lie nearer to each other there is none.
 const SMALLEST_TENSOR_BYTES: u64 = 4;
@@ -61,8 +67,53 @@ impl ReadSums {
         }
         let (shard, run) = (tensors.path(span.file).to_owned(), run.clone());
         let fault = Fault::Differs { expected, found };
-        Err(CheckpointError::SourceDamaged(Box::new(Damage { shard, run, fault })))
+        Err(refusal(tensors.dir(), Damage { shard, run, fault }, 0))
     }
+}
+
+/// Holds every shard of the source that is there against its checksums, before the first is removed: what is found later
+/// leaves the model in two places, half of it in each. Each shard that differs is noted by name, since nothing else looks at
+/// a source that is no model any more. A raised `cancel` ends it early.
+pub(crate) fn check(
+    checkpoint: &Checkpoint,
+    dst: &Path,
+    is_gone: &dyn Fn(FileId) -> bool,
+    cancel: Option<&Cancel>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<()> {
+    let mut shards: BTreeMap<FileId, Vec<HashedRun>> = BTreeMap::new();
+    for run in Manifest::read(checkpoint)?.runs.into_iter().filter(|run| !is_gone(run.span.file)) {
+        shards.entry(run.span.file).or_default().push(run);
+    }
+    if shards.is_empty() {
+        return Ok(());
+    }
+    let bytes: u64 = shards.values().flatten().map(|run| run.span.len).sum();
+    let (count, bytes) = (shards.len(), size::show(bytes));
+    progress(Progress::Note(format!(
+        "{count} shards of the source, {bytes}, are read first and held against their checksums, before any is removed"
+    )));
+    let cancel = cancel.map(|cancel| Arc::clone(&cancel.0)).unwrap_or_default();
+    let mut all = Vec::new();
+    for (file, runs) in shards {
+        let path = checkpoint.tensors.path(file);
+        let (direct, damage) = readback::damage_of(path, runs, &cancel, &mut |_| {})?;
+        if direct.is_none() {
+            return Err(CheckpointError::Interrupted { dir: dst.to_owned() });
+        }
+        if let Some(damage) = readback::told_all(&damage) {
+            progress(Progress::Note(format!("{} is damaged: {damage}", path.display())));
+        }
+        all.extend(damage);
+    }
+    let others = all.len().saturating_sub(1);
+    all.into_iter().next().map_or(Ok(()), |first| Err(refusal(&checkpoint.dir, first, others)))
+}
+
+/// The error for a source in `dir` of which this is damaged, and so many other runs.
+fn refusal(dir: &Path, damage: Damage, others: usize) -> CheckpointError {
+    let is_whole = consumed::refuse_consumed(dir).is_ok();
+    CheckpointError::SourceDamaged { damage: Box::new(damage), others, is_whole }
 }
 
 impl Hashing {
@@ -99,7 +150,6 @@ impl Hashing {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use millstream_io::{FileId, FileSpan};
     use xxhash_rust::xxh3::xxh3_64;
 
     /// The hash after the last of `reads` of a run that is as long as `whole`, and none before it.

@@ -6,7 +6,7 @@
 
 use super::layout::ShardLayout;
 use crate::checkpoint::error::{CheckpointError, Result};
-use crate::checkpoint::verify::{self, HashedRun};
+use crate::checkpoint::verify::{self, Damage, Fault, HashedRun};
 use crate::limits::{CHECK_SLAB_BYTES_MAX, CHECK_WORKERS_MAX, READ_BACK_SLABS};
 use millstream_io::{Access, DeviceConfig, FileId, FileSet, FileSpan, IoError, IoMode, leave, open_device};
 use std::path::{Path, PathBuf};
@@ -44,18 +44,32 @@ pub(crate) fn runs(layout: &ShardLayout, hashes: &[u64]) -> Vec<HashedRun> {
 /// As [`compare`], for runs of the file at `path`, whatever file they say.
 pub(crate) fn compare_runs(
     path: &Path,
-    mut runs: Vec<HashedRun>,
+    runs: Vec<HashedRun>,
     cancel: &AtomicBool,
     checked: &mut dyn FnMut(u64),
 ) -> Result<Option<bool>> {
+    let (direct, damage) = damage_of(path, runs, cancel, checked)?;
+    match told_all(&damage) {
+        Some(damage) => Err(CheckpointError::ReadBack { file: path.to_owned(), damage }),
+        None => Ok(direct),
+    }
+}
+
+/// As [`compare_runs`], and what differs is no error, but all of it.
+pub(crate) fn damage_of(
+    path: &Path,
+    mut runs: Vec<HashedRun>,
+    cancel: &AtomicBool,
+    checked: &mut dyn FnMut(u64),
+) -> Result<(Option<bool>, Vec<Damage>)> {
     runs.iter_mut().for_each(|run| run.span.file = FileId(0));
     if runs.is_empty() {
-        return Ok(Some(true));
+        return Ok((Some(true), vec![]));
     }
     let files = Arc::new(FileSet::open(&[PathBuf::from(path)], IoMode::Auto)?);
     let pool = verify::pool_for(&runs, &files, READ_BACK_SLABS)?;
     let mut device = match open_device(&DeviceConfig::default(), Arc::clone(&files), &pool) {
-        Err(IoError::Start { .. }) => return compare_alone(path, &runs, &files, cancel, checked),
+        Err(IoError::Start { .. }) => return damage_alone(path, &runs, &files, cancel, checked),
         opened => opened?,
     };
     let workers = std::thread::available_parallelism().map_or(1, usize::from).min(CHECK_WORKERS_MAX);
@@ -66,33 +80,25 @@ pub(crate) fn compare_runs(
     });
     leave(device);
     let report = outcome?;
-    if let Some(first) = report.damage.first() {
-        let more = match report.damage.len() - 1 {
-            0 => String::new(),
-            more => format!("; and {more} more"),
-        };
-        let damage = format!("{}{more}", told(&first.run, &first.fault));
-        return Err(CheckpointError::ReadBack { file: path.to_owned(), damage });
-    }
     let direct = matches!(files.access(FileId(0)), Access::Direct { .. });
-    Ok((!report.interrupted).then_some(direct))
+    Ok(((!report.interrupted).then_some(direct), report.damage))
 }
 
-/// As [`compare_runs`], where not one more thread can be had: by the caller, through the page cache.
-fn compare_alone(
+/// As [`damage_of`], where not one more thread can be had: by the caller, through the page cache.
+fn damage_alone(
     path: &Path,
     runs: &[HashedRun],
     files: &FileSet,
     cancel: &AtomicBool,
     checked: &mut dyn FnMut(u64),
-) -> Result<Option<bool>> {
-    let mut buffer = vec![0; CHECK_SLAB_BYTES_MAX];
+) -> Result<(Option<bool>, Vec<Damage>)> {
+    let (mut buffer, mut damage) = (vec![0; CHECK_SLAB_BYTES_MAX], Vec::new());
     for run in runs {
         let mut hash = Xxh3::new();
         let mut done = 0;
         while done < run.span.len {
             if cancel.load(Ordering::Relaxed) {
-                return Ok(None);
+                return Ok((None, damage));
             }
             let part = (run.span.len - done).min(buffer.len() as u64);
             files.read_exact_at(run.span.file, run.span.offset + done, &mut buffer[..part as usize])?;
@@ -102,15 +108,19 @@ fn compare_alone(
         }
         let (expected, found) = (run.hash, hash.digest());
         if found != expected {
-            let fault = verify::Fault::Differs { expected, found };
-            let damage = told(run, &fault);
-            return Err(CheckpointError::ReadBack { file: path.to_owned(), damage });
+            let fault = Fault::Differs { expected, found };
+            damage.push(Damage { shard: path.to_owned(), run: run.clone(), fault });
         }
     }
-    Ok(Some(false))
+    Ok((Some(false), damage))
 }
 
-/// A run that differs, without its file.
-fn told(run: &HashedRun, fault: &verify::Fault) -> String {
-    format!("{}: {} bytes at {}: {fault}", run.title(), run.span.len, run.span.offset)
+/// The first run that differs, without its file, and how many others do; `None` where none does.
+pub(crate) fn told_all(damage: &[Damage]) -> Option<String> {
+    let Damage { run, fault, .. } = damage.first()?;
+    let more = match damage.len() - 1 {
+        0 => String::new(),
+        more => format!("; and {more} more"),
+    };
+    Some(format!("{}: {} bytes at {}: {fault}{more}", run.title(), run.span.len, run.span.offset))
 }
