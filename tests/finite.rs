@@ -166,6 +166,14 @@ fn experts_are_looked_at_too_and_models_without_fault_pass() {
     let (report, _) = doctor(spoilt.path(), &["--deep"]);
     let failed = weights(&report, "fail");
     assert!(failed[0].ends_with(": row 0, column 0 is NaN, and 2 more of it are not finite"), "{failed:?}");
+    // Nor can it be quantized as it is read, and whoever runs a model is not sent to the source of a conversion.
+    let (home, prompt) = (tempfile::tempdir().unwrap(), (1..40).map(|id| id.to_string()).collect::<Vec<_>>().join(" "));
+    let mut run = program(home.path());
+    let run = run.args(["run", "--expert-bits", "4", "--ids", "-n", "1", "-p", &prompt, "-m"]).arg(spoilt.path());
+    let run = run.output().unwrap();
+    let told = program::stderr(&run);
+    let wanted = [expert, "hint: weights are damaged", "doctor --deep"];
+    assert!(run.status.code() == Some(1) && wanted.iter().all(|text| told.contains(text)), "{told}");
 }
 
 /// Norms are read before anything is: nobody has to ask for that.

@@ -145,8 +145,16 @@ impl EngineError {
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
         match self {
+            // A model that runs has no source to be fetched.
+            EngineError::Checkpoint(CheckpointError::NotFinite { .. })
+            | EngineError::Resident(LoadError::NotFinite(_) | LoadError::Checkpoint(CheckpointError::NotFinite { .. }))
+            | EngineError::Forward(ForwardError::NotFinite { .. } | ForwardError::Store(StoreError::Unfit(_)))
+            | EngineError::Sample(_) => Some(
+                "weights are damaged or a scale is wrong: `millstream doctor --deep -m DIR` says where; convert or fetch the \
+                 model again"
+                    .into(),
+            ),
             EngineError::Checkpoint(e) | EngineError::Resident(LoadError::Checkpoint(e)) => Some(e.hint().into()),
-            EngineError::Forward(ForwardError::Store(StoreError::Unfit(e))) => Some(e.hint().into()),
             EngineError::Resident(LoadError::Requantized { .. }) => Some(
                 "give it no narrower width than it has (--expert-bits, --dense-bits, --io-bits, --indexer-bits), or convert \
                  the original weights"
@@ -191,13 +199,6 @@ impl EngineError {
             EngineError::PromptTooLong { .. } => Some("raise -c, or shorten the prompt".into()),
             EngineError::OneForm => Some("leave --attention out".into()),
             EngineError::NoIndexer => Some("leave --dsa out, or use a checkpoint that has `indexer` tensors".into()),
-            EngineError::Resident(LoadError::NotFinite(_))
-            | EngineError::Forward(ForwardError::NotFinite { .. })
-            | EngineError::Sample(_) => Some(
-                "weights are damaged or a scale is wrong: `millstream doctor --deep -m DIR` says where; convert or fetch the \
-                 model again"
-                    .into(),
-            ),
             _ => None,
         }
     }
