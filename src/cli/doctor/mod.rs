@@ -213,7 +213,10 @@ fn examine(
     host::drive(machine, &checkpoint, &engine, report);
     match sums::examine(args.deep, machine, &checkpoint, &files, &engine, report)? {
         Done::Whole => weights::examine(args.deep, &checkpoint, &engine, report),
-        stopped => Ok(stopped),
+        stopped => {
+            report.skip("weights", "interrupted before", None);
+            Ok(stopped)
+        }
     }
 }
 
