@@ -107,7 +107,7 @@ impl Turning {
 /// half of the slots, and the drive has work while the next layer attends.
 fn allow_guesses(experts: &mut Streamed, layers: usize, top_k: usize, rows: usize) {
     let few = (1 + layers) * top_k;
-    let half = experts.store.pool().slabs() / 2;
+    let half = experts.store.slots() / 2;
     experts.store.allow_guesses(if rows > 1 { few.max(half) } else { few }, top_k);
 }
 

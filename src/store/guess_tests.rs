@@ -190,6 +190,26 @@ fn demand_always_finds_the_slots_that_were_kept_for_it() {
 }
 
 #[test]
+fn pinned_experts_and_guesses_together_leave_demand_its_slots() {
+    let fixture = fixture();
+    let (mut store, taken) = fixture.watched(4, &one_call());
+    // Two are pinned, the half of the cache.
+    let history =
+        (0..2 * EXPERTS as u64).map(|key| [500_000, 400_000].get(key as usize).copied().unwrap_or(0)).collect();
+    store.remember(history, 1, Some(true));
+    assert_eq!(store.pinned(), 2);
+    store.allow_guesses(2, 1);
+    // Before they are there they have their slots too.
+    serve_and_hint(&mut store, 0, &[], &[3, 4]).unwrap();
+    assert_eq!(*taken.lock().unwrap(), sectors(1, &[3]));
+    store.drop_guesses();
+    serve_and_hint(&mut store, 0, &[0, 1], &[3, 4]).unwrap();
+    assert_eq!(serve(&mut store, 0, &[2]).unwrap(), [2]);
+    assert_eq!(store.tier(ExpertKey { layer: 0, expert: 1 }), Tier::Pinned);
+    assert_no_slab_is_lost(&store);
+}
+
+#[test]
 fn nothing_is_guessed_while_a_miss_waits_for_a_slab_or_when_nothing_is_allowed() {
     let fixture = fixture();
     let (mut store, taken) = fixture.watched(3, &SimConfig::calm(1));

@@ -4,7 +4,7 @@
 //! measure says that nothing is worth less than what is there, and the router's score says that the guess is worth
 //! more. Until its layer has asked, the cache's policy knows nothing of it, and it is no victim. What keeps a run of bad
 //! guesses from emptying the cache is the bound on slots that hold guesses, all layers together; it also leaves demand the
-//! slots it needs. The request of the layer judges: what it asks for becomes an ordinary member of the cache, everything
+//! slots it needs, of each size and beside those of pinned experts, which give way to nothing. The request of the layer judges: what it asks for becomes an ordinary member of the cache, everything
 //! else is taken back from the device as far as the kernel does not have it, and is the next victim where it was read.
 
 use millstream_io::{Priority, Slab};
@@ -24,6 +24,8 @@ pub(super) struct Guesses {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Held {
     slot: u32,
+    /// Of the slot.
+    size: u16,
     layer: u16,
     state: State,
 }
@@ -57,16 +59,14 @@ enum Fate {
 }
 
 impl Guesses {
-    /// No slot may hold a guess.
-    pub(super) fn none() -> Guesses {
-        Guesses { most: 0, demand: 0, held: vec![], waiting: vec![] }
+    /// None of `slots` slots may hold a guess.
+    pub(super) fn none(slots: usize) -> Guesses {
+        Guesses { most: 0, demand: 0, held: Vec::with_capacity(slots), waiting: Vec::with_capacity(slots) }
     }
 
     /// `most` slots may, and of every size all but `demand`. Those that do stay.
     fn bound(&mut self, most: usize, demand: usize) {
         (self.most, self.demand) = (most, demand);
-        self.held.reserve(most.saturating_sub(self.held.len()));
-        self.waiting.reserve(most.saturating_sub(self.waiting.len()));
     }
 
     /// What waits is not read any more.
@@ -74,14 +74,15 @@ impl Guesses {
         self.waiting.clear();
     }
 
-    /// Whether one of `slots` slots of a size may hold one more. What other sizes hold counts too: the bound is for the layers
-    /// ahead, of whatever sizes they are.
-    fn has_room(&self, slots: usize) -> bool {
-        self.held.len() < self.most.min(slots.saturating_sub(self.demand))
+    /// Whether one more slot of `size` may hold one, where so many of that size are lent to guesses and requests: all but those of
+    /// pinned experts.
+    fn has_room(&self, size: u16, slots: usize) -> bool {
+        let of_size = self.held.iter().filter(|held| held.size == size).count();
+        self.held.len() < self.most && of_size + self.demand < slots
     }
 
-    fn add(&mut self, slot: u32, layer: u16) {
-        self.held.push(Held { slot, layer, state: State::InFlight });
+    fn add(&mut self, slot: u32, size: u16, layer: u16) {
+        self.held.push(Held { slot, size, layer, state: State::InFlight });
     }
 
     /// Reads under way that nobody waits for.
@@ -178,8 +179,8 @@ impl ExpertStore {
 
     /// Begins to read `key`, if it is not there.
     fn guess(&mut self, key: ExpertKey) -> Guessed {
-        let slots = self.pool.slabs_of(self.table.size_of(usize::from(key.layer)));
-        if self.dead.is_some() || !self.guesses.has_room(slots) {
+        let size = self.table.size_of(usize::from(key.layer)) as u16;
+        if self.dead.is_some() || !self.guesses.has_room(size, self.placement.unpinned(size)) {
             return Guessed::Never;
         }
         if self.slot_of[self.table.index(key)] != NO_SLOT {
@@ -193,7 +194,7 @@ impl ExpertStore {
         if self.submit(key, slot, slab, Priority::Lookahead).is_err() {
             return Guessed::Never;
         }
-        self.guesses.add(slot, key.layer);
+        self.guesses.add(slot, size, key.layer);
         self.accounts.stats.guessed += 1;
         Guessed::Done
     }

@@ -187,7 +187,7 @@ impl ExpertStore {
             missing: VecDeque::with_capacity(widest),
             ready: VecDeque::with_capacity(widest),
             awaited: 0,
-            guesses: Guesses::none(),
+            guesses: Guesses::none(slots.iter().sum()),
             dead: None,
             given_up: false,
             watch: None,
@@ -261,6 +261,11 @@ impl ExpertStore {
     /// The pool, for its report.
     pub fn pool(&self) -> &SlabPool {
         &self.pool
+    }
+
+    /// Experts that can be in memory. Slabs that experts are only read into are none of them.
+    pub fn slots(&self) -> usize {
+        self.slots.len()
     }
 
     /// Bytes of an expert, on average.

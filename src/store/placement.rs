@@ -77,6 +77,12 @@ impl Placement {
         self.shelves.iter().map(|shelf| shelf.pins.count()).sum()
     }
 
+    /// Slots of size `size` that a pinned expert is not, nor will be, in.
+    pub(super) fn unpinned(&self, size: u16) -> usize {
+        let shelf = &self.shelves[usize::from(size)];
+        shelf.slots.len().saturating_sub(shelf.pins.count())
+    }
+
     /// Whether `key` is pinned.
     pub(super) fn is_pinned(&self, key: Key) -> bool {
         self.shelf_of(key).pins.is_pinned(key)
