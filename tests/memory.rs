@@ -110,6 +110,45 @@ fn the_program_the_tokenizer_and_the_threads_are_in_the_sum() {
 }
 
 #[test]
+fn the_least_memory_for_a_short_prompt_is_the_least_for_a_long_one() {
+    let run = |tokens: usize, ram: &str| {
+        let prompt = (0..tokens).map(|i| (i * 167 % 512).to_string()).collect::<Vec<_>>().join(" ");
+        // Experts that are quantized have slabs of their own to be read into.
+        let flags = ["-c", "2600", "--expert-bits", "4", "--usage", "off", "--ram", ram];
+        let fixed = ["run", "-q", "--json", "-n", "1", "--temp", "0", "--ids", "-p", &prompt, "-m"];
+        millstream().args(fixed).arg(model()).args(flags).output().unwrap()
+    };
+    let least = |tokens, ram: &str| {
+        let refused = run(tokens, ram);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert_eq!(refused.status.code(), Some(1), "{said}");
+        said.split("that works is ").nth(1).unwrap().split(';').next().unwrap().trim().to_owned()
+    };
+    let named = least(2500, "2M");
+    assert_eq!(least(512, "2M"), named);
+    // A tenth of a megabyte less, as it is typed.
+    let tenths: u64 = named.strip_suffix("MB").unwrap().replace('.', "").parse().unwrap();
+    let less = ((tenths - 1) * 100_000).to_string();
+    assert_eq!(least(2500, &less), named, "what is named does not depend on what was given");
+    for tokens in [512, 2500] {
+        statistics(&run(tokens, &named));
+    }
+    // Longer chunks leave the experts three quarters.
+    let ram = ((tenths + 200) * 100_000).to_string();
+    let [short, long] = [512, 2500].map(|tokens| statistics(&run(tokens, &ram))["memory"]["cache"].as_u64().unwrap());
+    assert!(long < short && long >= short / 4 * 3, "{long} bytes of experts instead of {short}");
+    let plan = |ram: &str, flags: &[&str]| {
+        let fixed = ["plan", "--untimed", "--json", "-c", "2600", "--expert-bits", "4", "--prompt-tokens", "2500"];
+        let usage = ["--usage", "off", "--ram", ram, "-m"];
+        let output = millstream().args(fixed).args(usage).arg(model()).args(flags).output().unwrap();
+        statistics(&output)
+    };
+    let what_if = format!("ram={ram}");
+    let changed = plan("1G", &["--what-if", &what_if]);
+    assert_eq!(changed["what_if"][0]["slots"], plan(&ram, &[])["slots"], "as a run of it would have");
+}
+
+#[test]
 fn what_does_not_fit_is_refused_before_a_weight_is_read() {
     // Every checksum is wrong: whoever reads a weight and checks it says so.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

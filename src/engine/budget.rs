@@ -207,6 +207,12 @@ impl Budget {
             + self.page_cache
     }
 
+    /// Bytes that are left for more slabs than those without which nothing runs, whether there are experts for them or not.
+    pub(super) fn spare(&self) -> u64 {
+        let least = self.slabs.iter().map(|slabs| slabs.bytes * MIN_SLABS as u64).sum::<u64>();
+        self.total.saturating_sub(self.fixed() + least)
+    }
+
     /// Bytes of all slabs.
     pub fn experts(&self) -> u64 {
         self.slabs.iter().map(Slabs::all).sum()

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use millstream_io::{Access, FileId, FileSet, SlabPool, settle};
 
 use super::budget::{Budget, Demand, Narrower, Slabs, TooSmall};
-use super::config::Memory;
+use super::config::{DEFAULT_PREFILL_ROWS, Memory};
 use super::sampler::Sampler;
 use super::{EngineConfig, EngineError, context_of, experts, forms_of, rows, scales, sparse_of};
 use crate::checkpoint::convert::{Width, Widths};
@@ -22,8 +22,6 @@ use crate::store::{ExpertTable, ReadRecord, SlabSize};
 pub struct Divided<'a> {
     checkpoint: &'a Checkpoint,
     config: &'a EngineConfig,
-    /// Everything that takes memory but the experts and what is known of them.
-    fixed: Demand<'static>,
     pub(super) context: usize,
     pub(super) sparse: bool,
     pub(super) rows: usize,
@@ -58,13 +56,9 @@ impl<'a> Divided<'a> {
         let plan = Plan::new(checkpoint, files.clone(), config.load_mtp, &config.widths)?;
         let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
         let requantized = experts::check(checkpoint, config)?;
-        let rows = rows::choose(config, context, |rows| {
-            demand(checkpoint, config, kernels, context, rows, sparse, explicit, &files, &plan)
-        });
-        let fixed = demand(checkpoint, config, kernels, context, rows, sparse, explicit, &files, &plan);
-        let fixed = Demand { working: fixed.working + (requantized * size_of::<f32>()) as u64, ..fixed };
-        let memory = config.memory;
-        let (table, budget) = divide(checkpoint, config, &files, &fixed, memory).map_err(|error| match error {
+        let parts =
+            Parts { checkpoint, config, kernels, context, sparse, explicit, files: &files, plan: &plan, requantized };
+        let (rows, table, budget) = parts.divide(config.memory).map_err(|error| match error {
             EngineError::TooSmall(e) => {
                 EngineError::TooSmall(TooSmall { narrower: narrower(&plan, &config.widths), ..e })
             }
@@ -73,7 +67,6 @@ impl<'a> Divided<'a> {
         Ok(Divided {
             checkpoint,
             config,
-            fixed,
             context,
             sparse,
             rows,
@@ -106,92 +99,129 @@ impl<'a> Divided<'a> {
 
     /// How `ram` bytes would be divided.
     pub fn of_ram(&self, ram: u64) -> Result<Budget, EngineError> {
-        let memory = Memory::Total(Some(ram));
+        let (parts, memory) = (self.parts(), Memory::Total(Some(ram)));
         // Scales that lie beside their weights come with them, however much there is.
         if !self.keeps_scales() && !self.table.is_scattered() {
-            return with_table(memory, &self.fixed, self.checkpoint, &self.table);
+            let least = parts.with_table(memory, parts.least_rows(), &self.table)?;
+            return Ok(parts.lengthened(memory, &self.table, least).1);
         }
-        Ok(divide(self.checkpoint, self.config, &self.files, &self.fixed, memory)?.1)
+        Ok(parts.divide(memory)?.2)
+    }
+
+    fn parts(&self) -> Parts<'_> {
+        Parts {
+            checkpoint: self.checkpoint,
+            config: self.config,
+            kernels: self.kernels,
+            context: self.context,
+            sparse: self.sparse,
+            explicit: [self.prompt_form, self.decode_form].contains(&Form::Explicit),
+            files: &self.files,
+            plan: &self.plan,
+            requantized: self.requantized,
+        }
     }
 }
 
-/// What everything but the experts will take where a step has up to `rows` rows, counted by what will allocate it.
-fn demand(
-    checkpoint: &Checkpoint,
-    config: &EngineConfig,
-    kernels: &Kernels,
+/// What is decided before memory is divided.
+struct Parts<'b> {
+    checkpoint: &'b Checkpoint,
+    config: &'b EngineConfig,
+    kernels: &'static Kernels,
     context: usize,
-    rows: usize,
     sparse: bool,
     explicit: bool,
-    files: &FileSet,
-    plan: &Plan,
-) -> Demand<'static> {
-    let (arch, threads) = (&checkpoint.arch, config.threads);
-    let (mut room, mut working) = (Room::counting(), Room::counting());
-    // What the explicit form rebuilds is counted by itself.
-    State::new(kernels, arch, rows, context, threads, false, &mut room);
-    // What experts are quantized with is counted where it is known how many need it.
-    ExpertScratch::new(kernels, arch, rows, 0, &mut working);
-    rope_of(arch, context, &mut room);
-    room.add(Sampler::bytes(arch.vocab));
-    if config.timeline {
-        room.add(TIMELINE_EVENTS_MAX * (size_of::<Lap>() + size_of::<ReadRecord>()));
-    }
-    let kv = KvCache::bytes(arch, context, sparse, config.kv_bits);
-    // The cache of the context is made once loading has given its own memory back.
-    room.add(plan.scratch_bytes(threads).saturating_sub(kv as usize));
-    let rebuilt = latent_shape(arch).filter(|_| explicit).map_or(0, |shape| shape.rebuilt(threads, context));
-    Demand {
-        ram: None,
-        available: config.available_bytes,
-        program: config.program_bytes,
-        resident: plan.bytes() as u64,
-        saved: plan.stored_bytes().saturating_sub(plan.bytes()) as u64,
-        kv,
-        reconstruction: (rebuilt * size_of::<f32>()) as u64,
-        activations: room.bytes(),
-        working: working.bytes(),
-        staging: 0,
-        buffered: cached_bytes(files),
-        experts: &[],
-    }
+    files: &'b FileSet,
+    plan: &'b Plan,
+    requantized: usize,
 }
 
-/// A table of the experts, and `memory` divided among them and all that is `fixed`.
-fn divide(
-    checkpoint: &Checkpoint,
-    config: &EngineConfig,
-    files: &FileSet,
-    fixed: &Demand,
-    memory: Memory,
-) -> Result<(ExpertTable, Budget), EngineError> {
-    let held =
-        |layer, source: &ExpertSource| experts::held(checkpoint.arch.layers.len(), layer, source, &config.widths);
-    let wanted = |layer| experts::is_loaded(checkpoint, config, layer);
-    let build = |keep| ExpertTable::build(&checkpoint.experts, files, wanted, held, keep);
-    scales::choose(config, build, |table| with_table(memory, fixed, checkpoint, table))
-}
+impl Parts<'_> {
+    /// How long chunks of a prompt are, a table of the experts, and `memory` divided among them and all else. What is too small
+    /// is so for the shortest chunks.
+    fn divide(&self, memory: Memory) -> Result<(usize, ExpertTable, Budget), EngineError> {
+        let Parts { checkpoint, config, files, .. } = *self;
+        let held =
+            |layer, source: &ExpertSource| experts::held(checkpoint.arch.layers.len(), layer, source, &config.widths);
+        let wanted = |layer| experts::is_loaded(checkpoint, config, layer);
+        let build = |keep| ExpertTable::build(&checkpoint.experts, files, wanted, held, keep);
+        let least = self.least_rows();
+        let (table, budget) = scales::choose(config, build, |table| self.with_table(memory, least, table))?;
+        let (rows, budget) = self.lengthened(memory, &table, budget);
+        Ok((rows, table, budget))
+    }
 
-/// The same with a table that is there.
-fn with_table(
-    memory: Memory,
-    fixed: &Demand,
-    checkpoint: &Checkpoint,
-    table: &ExpertTable,
-) -> Result<Budget, EngineError> {
-    let slabs =
-        |size: &SlabSize| Slabs { bytes: SlabPool::stride_bytes(size.slab_bytes) as u64, count: size.experts as u64 };
-    let demand = Demand {
-        program: fixed.program + index_bytes(checkpoint, table),
-        resident: fixed.resident + table.kept_scales().bytes as u64,
-        staging: table.staging().map_or(0, |(bytes, slabs)| (SlabPool::stride_bytes(bytes) * slabs) as u64),
-        experts: &table.sizes().iter().map(slabs).collect::<Vec<_>>(),
-        ..*fixed
-    };
-    match memory {
-        Memory::Total(ram) => Ok(Budget::divide(&Demand { ram, ..demand })?),
-        Memory::Slabs(slabs) => Ok(Budget::of_slabs(&demand, slabs as u64)),
+    /// Rows of the shortest chunks of a long prompt.
+    fn least_rows(&self) -> usize {
+        self.config.prefill_rows.min(self.context).min(DEFAULT_PREFILL_ROWS)
+    }
+
+    /// Chunks as long as they pay where the shortest leave what `least` says, and the division with those.
+    fn lengthened(&self, memory: Memory, table: &ExpertTable, least: Budget) -> (usize, Budget) {
+        let most = self.config.prefill_rows.min(self.context);
+        let bytes = |fixed: Demand| fixed.activations + fixed.working;
+        let rows = match memory {
+            Memory::Total(_) => rows::choose(most, least.spare(), |rows| bytes(self.fixed(rows))),
+            Memory::Slabs(_) => most,
+        };
+        match self.with_table(memory, rows, table) {
+            Ok(budget) => (rows, budget),
+            Err(_) => (self.least_rows(), least),
+        }
+    }
+
+    /// `memory` divided where a step has up to `rows` rows.
+    fn with_table(&self, memory: Memory, rows: usize, table: &ExpertTable) -> Result<Budget, EngineError> {
+        let slabs = |size: &SlabSize| Slabs {
+            bytes: SlabPool::stride_bytes(size.slab_bytes) as u64,
+            count: size.experts as u64,
+        };
+        let fixed = self.fixed(rows);
+        let demand = Demand {
+            program: fixed.program + index_bytes(self.checkpoint, table),
+            resident: fixed.resident + table.kept_scales().bytes as u64,
+            staging: table.staging().map_or(0, |(bytes, slabs)| (SlabPool::stride_bytes(bytes) * slabs) as u64),
+            experts: &table.sizes().iter().map(slabs).collect::<Vec<_>>(),
+            ..fixed
+        };
+        match memory {
+            Memory::Total(ram) => Ok(Budget::divide(&Demand { ram, ..demand })?),
+            Memory::Slabs(slabs) => Ok(Budget::of_slabs(&demand, slabs as u64)),
+        }
+    }
+
+    /// What everything but the experts and what is known of them will take where a step has up to `rows` rows, counted by
+    /// what will allocate it.
+    fn fixed(&self, rows: usize) -> Demand<'static> {
+        let Parts { config, kernels, context, sparse, plan, .. } = *self;
+        let (arch, threads) = (&self.checkpoint.arch, config.threads);
+        let (mut room, mut working) = (Room::counting(), Room::counting());
+        // What the explicit form rebuilds is counted by itself.
+        State::new(kernels, arch, rows, context, threads, false, &mut room);
+        ExpertScratch::new(kernels, arch, rows, self.requantized, &mut working);
+        rope_of(arch, context, &mut room);
+        room.add(Sampler::bytes(arch.vocab));
+        if config.timeline {
+            room.add(TIMELINE_EVENTS_MAX * (size_of::<Lap>() + size_of::<ReadRecord>()));
+        }
+        let kv = KvCache::bytes(arch, context, sparse, config.kv_bits);
+        // The cache of the context is made once loading has given its own memory back.
+        room.add(plan.scratch_bytes(threads).saturating_sub(kv as usize));
+        let rebuilt = latent_shape(arch).filter(|_| self.explicit).map_or(0, |shape| shape.rebuilt(threads, context));
+        Demand {
+            ram: None,
+            available: config.available_bytes,
+            program: config.program_bytes,
+            resident: plan.bytes() as u64,
+            saved: plan.stored_bytes().saturating_sub(plan.bytes()) as u64,
+            kv,
+            reconstruction: (rebuilt * size_of::<f32>()) as u64,
+            activations: room.bytes(),
+            working: working.bytes(),
+            staging: 0,
+            buffered: cached_bytes(self.files),
+            experts: &[],
+        }
     }
 }
 
