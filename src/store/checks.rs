@@ -19,7 +19,9 @@ pub enum Verify {
     /// The first read of an expert, with a probability of 1 / [`SAMPLE_ONE_IN`]: finds a drive or a copy that is bad in
     /// many places, seldom one bad place, and costs next to nothing. Where there are mirrors the first [`SAMPLE_FIRST`]
     /// are checked, whatever they are: a copy that is no copy is found before it is used. So are the first of each layer, as
-    /// many as there are drives: a copy may be bad in one file only. Once something was wrong, every read is.
+    /// many as there are drives: a copy may be bad in one file only. Once something was wrong, every read is. Every read
+    /// that is to be quantized is from the start: what it was made from is not there any more to be looked at then, and a
+    /// hash costs a tenth of the quantizing.
     #[default]
     Sample,
     /// Every one.
@@ -117,7 +119,7 @@ impl Checks {
             Verify::Sample => {
                 let of_layer = self.first_of.get(usize::from(key.layer)).is_some_and(|first| *first > 0);
                 let sampled = !self.seen[index] && (self.first > 0 || of_layer || self.drawn(index));
-                self.expected[index].is_some() && (self.doubt || sampled)
+                self.expected[index].is_some() && (self.doubt || sampled || table.is_quantized(key))
             }
         }
     }
@@ -164,7 +166,7 @@ impl Checks {
     }
 
     /// A wrong copy of an expert, on whichever drive it is.
-    pub(super) fn wrong_copy(&self, table: &ExpertTable, key: ExpertKey) -> Option<Damaged> {
+    fn wrong_copy(&self, table: &ExpertTable, key: ExpertKey) -> Option<Damaged> {
         let files = self.files.as_ref()?;
         let ((span, _), expected) = (table.whole(key)?, self.expected[table.index(key)]?);
         (0..files.drives()).find_map(|drive| {
@@ -174,12 +176,6 @@ impl Checks {
             let found = xxh3_64(&bytes);
             (found != expected).then_some(Damaged { key, shard, span, expected, found })
         })
-    }
-
-    /// Whether a read of `key` that could have been checked came in without.
-    pub(super) fn passed_unchecked(&self, table: &ExpertTable, key: ExpertKey) -> bool {
-        let number = table.index(key);
-        self.expected.get(number).is_some_and(Option::is_some) && self.passed[number]
     }
 
     fn drawn(&self, index: usize) -> bool {

@@ -43,11 +43,8 @@ impl ExpertStore {
     pub(super) fn check_what_was_taken_in(&mut self) {
         for slot in 0..self.slots.len() {
             let (key, read) = match &self.slots[slot] {
-                Content::Resting(key, _) if self.table.is_quantized(*key) => {
-                    let key = *key;
-                    self.doubt_quantized(slot as u32, key);
-                    continue;
-                }
+                // It was made from what was checked, or from what cannot be.
+                Content::Resting(key, _) if self.table.is_quantized(*key) => continue,
                 Content::Resting(key, read) | Content::Stored { key, read, .. } => (*key, read),
                 Content::Empty | Content::InFlight { .. } => continue,
             };
@@ -61,25 +58,6 @@ impl ExpertStore {
         if self.spoilt.first.is_none() {
             let slot_of = &self.slot_of;
             self.spoilt.first = self.checks.wrong_copy_of_gone(&self.table, |number| slot_of[number] == NO_SLOT);
-        }
-    }
-
-    /// What an expert was quantized from cannot be looked at again in memory. In use, its copies on the drives are; else it
-    /// goes, and is read again and checked, and its copies are looked at like those of what was there before.
-    fn doubt_quantized(&mut self, slot: u32, key: ExpertKey) {
-        if !self.checks.passed_unchecked(&self.table, key) {
-            return;
-        }
-        if !self.placement.is_held(slot) {
-            if self.guesses.used(slot) {
-                self.waste(key);
-            }
-            return self.forget(slot, key);
-        }
-        if let Some(damaged) = self.checks.wrong_copy(&self.table, key) {
-            self.accounts.stats.discarded += 1;
-            self.spoilt.first.get_or_insert_with(|| damaged.clone());
-            self.spoilt.held.push((slot, damaged));
         }
     }
 
