@@ -191,3 +191,30 @@ fn a_norm_that_is_not_finite_is_refused_by_whoever_reads_it() {
         refused(&output, 1, &[norm, "column 3 is NaN", "hint: "]);
     }
 }
+
+/// What is kept as it is, is looked at on its way: a model that cannot run is not made, and its source not removed for it.
+#[test]
+fn no_conversion_keeps_a_number_that_is_not_finite() {
+    let expert = "model.layers.1.mlp.experts.3.down_proj.weight";
+    let cases: [(&str, &[&str]); 5] = [
+        ("model.layers.0.input_layernorm.weight", &[]),
+        ("model.layers.1.mlp.gate.weight", &[]),
+        ("lm_head.weight", &["--io-bits", "16"]),
+        (expert, &["--experts", "16"]),
+        (expert, &["--repack"]),
+    ];
+    for (tensor, flags) in cases {
+        let spoilt = copy(&Model::Tiny.dir());
+        spoil(spoilt.path(), tensor, &[0xc0, 0xff], |_, _| 6);
+        let shards = |dir: &Path| {
+            let names = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+            names.filter(|name| name.extension().is_some_and(|kind| kind == "safetensors")).count()
+        };
+        let (before, made, home) = (shards(spoilt.path()), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let mut convert = program(home.path());
+        let convert = convert.args(["convert", "--delete-source"]).args(flags).arg(spoilt.path());
+        let output = convert.arg(made.path().join("made")).output().unwrap();
+        refused(&output, 1, &[tensor, "row 0, column 3 is NaN", "hint: the source"]);
+        assert_eq!(shards(spoilt.path()), before, "{tensor} {flags:?}");
+    }
+}

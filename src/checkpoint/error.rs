@@ -151,6 +151,9 @@ pub enum CheckpointError {
         /// Type and shape the scales would have.
         expected: String,
     },
+    /// A weight that would be kept as it is, is not finite.
+    #[error(transparent)]
+    Spoilt(#[from] super::finite::NotFinite),
     /// A weight that is not a number, or not finite, cannot be quantized.
     #[error("{}: tensor {tensor}: row {row}, column {col} is {value}, which cannot be quantized", file.display())]
     NotFinite {

@@ -6,7 +6,7 @@ use super::ahead::ReadAhead;
 use super::error::Result;
 use super::required::{self, Required, Shape};
 use super::{Checkpoint, ExpertSource, MatrixSource};
-use crate::kernels::Format;
+use crate::kernels::{Format, MatrixSpec};
 use crate::limits::{CONVERT_PIECE_BYTES, FINITE_SPANS_MAX};
 use millstream_io::{DeviceKind, FileSet, FileSpan, IoMode};
 use std::path::PathBuf;
@@ -105,7 +105,30 @@ fn gather(checkpoint: &Checkpoint, tensors: impl Iterator<Item = Required>) -> R
 }
 
 fn add(numbers: &mut Vec<Numbers>, tensor: &str, source: &MatrixSource) {
-    let kinds = match source.spec.format {
+    let spans = [Some(source.data), source.scales, source.factor];
+    for (at, (kind, span)) in kinds(source.spec.format).into_iter().zip(spans).enumerate() {
+        let (Some(kind), Some(span)) = (kind, span) else { continue };
+        let cols = (at == 0).then_some(source.spec.cols as u64);
+        numbers.push(Numbers { tensor: tensor.to_owned(), kind, cols, span });
+    }
+}
+
+/// A number that is not finite in rows of a matrix, given as they are stored: weights, scales, the factor of the matrix. Rows
+/// are counted from the first of these, and so are scales.
+pub(crate) fn in_rows(spec: MatrixSpec, stored: [&[u8]; 3]) -> Option<NotFinite> {
+    kinds(spec.format).into_iter().zip(stored).enumerate().find_map(|(at, (kind, bytes))| {
+        let kind = kind.filter(|kind| !kind.all_finite(bytes))?;
+        let (index, value) = kind.not_finite(bytes).next()?;
+        let others = kind.not_finite(bytes).count() as u64 - 1;
+        let (row, index) = if at == 0 { (Some(index / spec.cols), index % spec.cols) } else { (None, index) };
+        let (shard, tensor) = Default::default();
+        Some(NotFinite { shard, tensor, row: row.map(|row| row as u64), index: index as u64, value, others })
+    })
+}
+
+/// The numbers that weights of a format are made of: the weights themselves, scales, the factor of a matrix.
+fn kinds(format: Format) -> [Option<Kind>; 3] {
+    match format {
         Format::F32 => [Some(Kind::F32), None, None],
         Format::Bf16 => [Some(Kind::Bf16), None, None],
         Format::F16 => [Some(Kind::F16), None, None],
@@ -116,12 +139,6 @@ fn add(numbers: &mut Vec<Numbers>, tensor: &str, source: &MatrixSource) {
         Format::Int2Row => [None, Some(Kind::Scale(2.0)), None],
         // The largest code is 6, the largest scale of 16 of them 448.
         Format::Nvfp4 => [None, Some(Kind::Fp8), Some(Kind::Scale(6.0 * 448.0))],
-    };
-    let spans = [Some(source.data), source.scales, source.factor];
-    for (at, (kind, span)) in kinds.into_iter().zip(spans).enumerate() {
-        let (Some(kind), Some(span)) = (kind, span) else { continue };
-        let cols = (at == 0).then_some(source.spec.cols as u64);
-        numbers.push(Numbers { tensor: tensor.to_owned(), kind, cols, span });
     }
 }
 

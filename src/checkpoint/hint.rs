@@ -44,6 +44,9 @@ impl CheckpointError {
                 "fetch the shard that holds the scales; raw codes without scales are never used as weights"
             }
             CheckpointError::OnlySource { .. } => "make a container of it with millstream convert, and run that",
+            CheckpointError::Spoilt(_) => {
+                "the source is damaged: fetch it again; nothing is made of what no model could run with, and nothing was removed for this shard"
+            }
             CheckpointError::NotFinite { .. } => "the source shard is damaged: fetch it again",
             CheckpointError::Quantized { .. } => {
                 "give --repack to keep every weight and change only the layout, or convert the checkpoint that this was made from"
