@@ -121,7 +121,7 @@ fn divided(
 pub fn locked(machine: &Machine, budget: Option<&Budget>, report: &mut Report) {
     let Some(limit) = machine.lockable() else { return report.ok("memlock", "no limit on locked memory") };
     let detail = format!("{} may be locked", size::show(limit));
-    match budget.map(Budget::experts) {
+    match budget.map(|budget| budget.experts() + budget.staging) {
         Some(slabs) if slabs + LOCKED_BESIDES_BYTES > limit && machine.uid != 0 => {
             let wanted = slabs + LOCKED_BESIDES_BYTES;
             let hint =
