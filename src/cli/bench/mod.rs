@@ -144,7 +144,8 @@ pub fn bench(args: &BenchArgs, machine: &Machine) -> Result<Done, Failure> {
         How { repetitions: args.repetitions.unwrap_or(REPETITIONS_DEFAULT), cold: args.cold, warmup: !args.no_warmup };
     let waiting = render::Waiting::begin("opening the model", args.quiet);
     let context = tests.iter().map(Test::context).max().unwrap_or(1);
-    config.prompt_has(context);
+    // What is decoded needs no rows of a prompt.
+    config.prompt_has(tests.iter().map(|test| test.depth + test.prompt).max().unwrap_or(1));
     let subject = cold::Subject { dir: &model.dir, witness: &witness, stop, quiet: args.quiet };
     let measure = Measure { config: &config, context, tokens: &tokens.ids, how, subject, waiting: &waiting };
     let mut taken = Vec::with_capacity(tests.len());
