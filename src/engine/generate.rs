@@ -205,7 +205,8 @@ impl Engine {
         }
     }
 
-    /// Nothing is read ahead any more, and what comes next begins with a row's guesses, wherever this ended. Fails where what was served turned out to be wrong.
+    /// Nothing is read ahead any more, and what comes next begins with a row's guesses, wherever this ended. Fails
+    /// where what was served turned out to be wrong.
     fn end_reads(&mut self) -> Result<(), EngineError> {
         self.experts.store.drop_guesses();
         self.allow_guesses_of(1);

@@ -9,8 +9,8 @@ use super::config::DEFAULT_PREFILL_ROWS;
 /// four such chunks reads more than an answer of some hundred tokens does for a cache a quarter smaller.
 const ROWS_ONE_IN: u64 = 4;
 
-/// Rows of a chunk, `most` at most, where those of the default leave the experts `spare` bytes beside the slabs without which nothing
-/// runs, and buffers take `bytes(rows)`.
+/// Rows of a chunk, `most` at most, where those of the default leave the experts `spare` bytes beside the slabs
+/// without which nothing runs, and buffers take `bytes(rows)`.
 pub(super) fn choose(most: usize, spare: u64, bytes: impl Fn(usize) -> u64) -> usize {
     if most <= DEFAULT_PREFILL_ROWS {
         return most;

@@ -4,7 +4,8 @@
 //! measure says that nothing is worth less than what is there, and the router's score says that the guess is worth
 //! more. Until its layer has asked, the cache's policy knows nothing of it, and it is no victim. What keeps a run of bad
 //! guesses from emptying the cache is the bound on slots that hold guesses, all layers together; it also leaves demand the
-//! slots it needs, of each size and beside those of pinned experts, which give way to nothing. The request of the layer judges: what it asks for becomes an ordinary member of the cache, everything
+//! slots it needs, of each size and beside those of pinned experts, which give way to nothing. The request of
+//! the layer judges: what it asks for becomes an ordinary member of the cache, everything
 //! else is taken back from the device as far as the kernel does not have it, and is the next victim where it was read.
 
 use millstream_io::{Priority, Slab};
@@ -74,8 +75,8 @@ impl Guesses {
         self.waiting.clear();
     }
 
-    /// Whether one more slot of `size` may hold one, where so many of that size are lent to guesses and requests: all but those of
-    /// pinned experts.
+    /// Whether one more slot of `size` may hold one, where so many of that size are lent to guesses and
+    /// requests: all but those of pinned experts.
     fn has_room(&self, size: u16, slots: usize) -> bool {
         let of_size = self.held.iter().filter(|held| held.size == size).count();
         self.held.len() < self.most && of_size + self.demand < slots
