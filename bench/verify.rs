@@ -91,7 +91,7 @@ fn scratch(
         file.write_all(bytes)?;
         let span = FileSpan { file: FileId(0), offset: (number * run_bytes) as u64, len: run_bytes as u64 };
         let name = format!("run {number}");
-        runs.push(HashedRun { name, layer: None, expert: None, span, hash: xxh3_64(bytes) });
+        runs.push(HashedRun { name, layer: None, expert: None, span, bytes: span.len, hash: xxh3_64(bytes) });
     }
     file.sync_all()?;
     Ok((file, runs))
