@@ -269,8 +269,8 @@ Examples:
   millstream doctor -m /models/glm-5.2-int4
   millstream doctor --deep --json -m /models/glm-5.2-int4
 
-What doctor passes runs. Exit codes: 0 all well, or warnings only; 1 something fails; 2 usage, a model that is not there \
-included; 130 interrupted.")]
+What doctor passes runs, unless weights are damaged: those are read with --deep. Exit codes: 0 all well, or warnings only; \
+1 something fails; 2 usage, a model that is not there included; 130 interrupted.")]
 pub struct DoctorArgs {
     /// Model directory [default: the model that comes with the program]
     #[arg(short, long, value_name = "DIR")]

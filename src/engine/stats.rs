@@ -492,7 +492,9 @@ impl Stats {
     /// mean something: nanoseconds of times, six decimals of everything else.
     pub fn derive(&mut self) {
         let rate = |count: f64, seconds: f64| (count > 0.0 && seconds > 0.0).then(|| count / seconds);
-        self.prefill_tok_s = rate(self.prompt_tokens as f64, self.prefill_s);
+        // Of a prompt that was interrupted only a part was read.
+        let was_read = self.ttft_s.is_some() || self.finish_reason != "interrupted";
+        self.prefill_tok_s = rate(self.prompt_tokens as f64, self.prefill_s).filter(|_| was_read);
         self.decode_tok_s = rate(self.decode_steps as f64, self.decode_s);
         self.io.gb_s = rate(self.io.bytes as f64 / 1e9, self.io.busy_s);
         for drive in &mut self.io.drives {
@@ -595,6 +597,19 @@ mod tests {
         ] {
             assert!(json.contains(text), "no {text} in {json}");
         }
+    }
+
+    #[test]
+    fn a_prompt_that_was_interrupted_has_no_speed() {
+        let of = |finish_reason, ttft_s| {
+            let mut stats = Stats { prompt_tokens: 2000, prefill_s: 2.0, finish_reason, ttft_s, ..Stats::default() };
+            stats.derive();
+            stats.prefill_tok_s
+        };
+        assert_eq!(
+            [of("interrupted", None), of("interrupted", Some(2.0)), of("length", None)],
+            [None, Some(1e3), Some(1e3)]
+        );
     }
 
     #[test]
