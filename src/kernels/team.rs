@@ -37,8 +37,8 @@ const HELD_UP: u32 = 16;
 /// And so long at least, which is less than a turn of another program and more than an interrupt.
 const HELD_UP_LEAST: Duration = Duration::from_micros(500);
 
-/// Where a worker has stayed away so often for being on the caller's core, the system has no other for it, or does not tell
-/// cores apart: it is no longer looked at.
+/// Where a worker has stayed away so often for being on the caller's core and was never seen on another, the system does not
+/// tell cores apart: they are no longer looked at.
 const CORE_STAYS_MAX: u32 = 8;
 
 /// The core of a caller that does not know it.
@@ -290,15 +290,17 @@ struct Worker<'a> {
     sent_away: u32,
     /// Times it stayed away in quick succession.
     times: u32,
-    /// Times in a row that it was on the caller's core.
+    /// Times that it was on the caller's core, before it was seen on another.
     core_stays: u32,
+    /// It was seen on another core than the caller.
+    told_apart: bool,
     /// When it came back last.
     back: Instant,
 }
 
 impl Worker<'_> {
     fn new(shared: &Shared, number: usize) -> Worker<'_> {
-        Worker { shared, number, sent_away: 0, times: 0, core_stays: 0, back: Instant::now() }
+        Worker { shared, number, sent_away: 0, times: 0, core_stays: 0, told_apart: false, back: Instant::now() }
     }
 
     fn live(&mut self) {
@@ -327,12 +329,11 @@ impl Worker<'_> {
         let sent = rest.sent_away[self.number].0.load(Relaxed);
         let held_up = std::mem::replace(&mut self.sent_away, sent) != sent;
         // With more threads than cores some must share one.
-        let may_look = rest.spins > 0 && self.core_stays < CORE_STAYS_MAX && work.ticket.load(Relaxed) != seen;
+        let may_look = rest.spins > 0 && work.ticket.load(Relaxed) != seen;
         let same_core = may_look && core().is_some_and(|core| core == work.core.load(Relaxed));
-        if may_look {
-            self.core_stays = if same_core { self.core_stays + 1 } else { 0 };
-        }
-        held_up || same_core
+        self.told_apart |= may_look && !same_core;
+        self.core_stays += u32::from(same_core && !self.told_apart);
+        held_up || same_core && (self.told_apart || self.core_stays <= CORE_STAYS_MAX)
     }
 
     /// Sleeps for a while, whatever there is to do.
