@@ -186,10 +186,10 @@ fn a_plan_says_what_more_of_each_resource_would_buy() {
     }
     let all = &slow["what_if"][1];
     assert_eq!(
-        (&all["expected_hit_rate"], &all["bytes_per_token"], &all["slots"]),
+        (&all["long"]["expected_hit_rate"], &all["long"]["bytes_per_token"], &all["slots"]),
         (&1.0.into(), &0.0.into(), &32.into())
     );
-    assert_eq!(all["bottleneck"], "arithmetic");
+    assert_eq!((&all["long"]["bottleneck"], &all["bottleneck"]), (&"arithmetic".into(), &"disk".into()));
     // Less is enough too, as long as every expert's slab has its place; below that it does not fit, and nothing is promised.
     let least = plan(&["--disk", "2", "--what-if", "ram=1M"])["what_if"][0].clone();
     assert_eq!((&least["predicted_tok_s"], &least["slots"]), (&Value::Null, &Value::Null), "{least}");
@@ -211,7 +211,7 @@ fn a_plan_says_what_more_of_each_resource_would_buy() {
         asked
             .args(["plan", "--usage", "off", "--ram", "1G", "--disk", "2", "--json", "--what-if", ram, "-m"])
             .arg(tiny_model());
-        json(&done(asked.output().unwrap()))["what_if"][0]["expected_hit_rate"].clone()
+        json(&done(asked.output().unwrap()))["what_if"][0]["long"]["expected_hit_rate"].clone()
     };
     assert_eq!(roomy("ram=512M"), 1.0);
     // Everything that is counted is within what may be used, and named as the manual has it.
@@ -259,7 +259,7 @@ fn a_plan_expects_of_the_cache_what_the_history_of_selections_promises() {
         json(&done(asked.output().unwrap()))
     };
     run("run", &["--ids", "-p", "1 2 3 4", "-n", "5", "--ignore-eos"]);
-    let plan = run("plan", &["--disk", "2"]);
+    let plan = run("plan", &["--disk", "2", "--prompt-tokens", "1", "-n", "8"]);
     // Eight positions, four routed layers, two experts each.
     assert_eq!(plan["selections"], 64);
     // With room for all of them, every expert that was chosen again was there: all but the first time of each.
@@ -269,5 +269,45 @@ fn a_plan_expects_of_the_cache_what_the_history_of_selections_promises() {
         millstream::checkpoint::Checkpoint::open(model.path()).unwrap().fingerprint(),
     );
     let alone = counts.unwrap().into_iter().filter(|&count| count == 1).count();
-    assert_eq!(plan["expected_hit_rate"].as_f64().unwrap(), (64 - alone) as f64 / 64.0);
+    let long = (64 - alone) as f64 / 64.0;
+    assert_eq!(plan["long"]["expected_hit_rate"].as_f64().unwrap(), long);
+    // And an answer, which begins with nothing there, finds less.
+    assert!(plan["expected_hit_rate"].as_f64().unwrap() < long, "{plan}");
+}
+
+#[test]
+fn a_plan_counts_the_first_use_of_each_expert_into_the_answer_that_it_is_asked_about() {
+    let home = tempfile::tempdir().unwrap();
+    let plan = |extra: &[&str]| {
+        let fixed = ["plan", "--untimed", "--json", "--usage", "off", "--ram", "1G", "-c", "256"];
+        json(&done(program(home.path()).args(fixed).arg("-m").arg(tiny_model()).args(extra).output().unwrap()))
+    };
+    let number = |value: &Value| value.as_f64().unwrap();
+    let answer = |plan: &Value| (plan["prompt_tokens"].as_u64().unwrap(), plan["tokens"].as_u64().unwrap());
+    // One step after one token, two of eight experts in each layer. A tenth of them has 0.199 of the selections, so that a token
+    // chooses each with a chance of 0.25 * 1.99; then 0.219 of 0.15, 0.258, 0.21 and 0.114 of a quarter each.
+    let one = plan(&["--prompt-tokens", "1", "-n", "2"]);
+    let found = 0.199 * 0.4975 + 0.219 * 0.365 + 0.258 * 0.258 + 0.21 * 0.21 + 0.114 * 0.114;
+    assert_eq!(answer(&one), (1, 2));
+    assert!((number(&one["expected_hit_rate"]) - found).abs() < 1e-9, "{one}");
+    let read = number(&one["uncached_bytes_per_token"]) * (1.0 - found);
+    assert!((number(&one["bytes_per_token"]) - read).abs() < 1.0 && one["long"]["expected_hit_rate"] == 1.0, "{one}");
+    // A longer answer, or a longer prompt, finds more, and never what is found at last.
+    let longer = ["20", "100", "-1"].map(|tokens| plan(&["--prompt-tokens", "1", "--max-tokens", tokens]));
+    assert_eq!(longer.each_ref().map(answer), [(1, 20), (1, 100), (1, 255)]);
+    let found = [&one, &longer[0], &longer[1], &longer[2]].map(|plan| number(&plan["expected_hit_rate"]));
+    assert!(found.windows(2).all(|pair| pair[0] < pair[1]) && found[3] < 1.0, "{found:?}");
+    assert!(number(&plan(&["--prompt-tokens", "64", "-n", "20"])["expected_hit_rate"]) > found[1]);
+    // What is not said is what a run would do, in half of the context each or in what is left.
+    assert_eq!(
+        [&[][..], &["-n", "250"], &["--prompt-tokens", "200"]].map(|said| answer(&plan(said))),
+        [(128, 128), (6, 250), (200, 56)]
+    );
+    let text = program(home.path())
+        .args(["plan", "--usage", "off", "-n", "20", "--prompt-tokens", "3", "-m"])
+        .arg(tiny_model())
+        .output();
+    let text = stdout(&done(text.unwrap())).to_owned();
+    assert!(text.contains("\nanswer:  20 tokens after 3 of a prompt: ") && text.contains("\nlong: "), "{text}");
+    refused(&program(home.path()).args(["plan", "-n", "0"]).output().unwrap(), 2, &["-n 0", "hint:"]);
 }

@@ -329,7 +329,7 @@ fn a_plan_adds_up_and_its_graph_has_every_need_before_it() {
     let [once, before, shared, expert] =
         ["once_s", "before_s", "shared_s", "expert_s"].map(|part| number(&compute[part]));
     let all = once + 5.0 * (before + shared + 4.0 * expert);
-    let everything = &report["what_if"][0];
+    let everything = &report["what_if"][0]["long"];
     assert_eq!(everything["expected_hit_rate"], 1.0, "twice the memory holds every expert: {report}");
     assert!((number(&everything["compute_s"]) / all - 1.0).abs() < 0.01 && once > 0.0 && expert > 0.0, "{report}");
     // A layer that reads computes no less.

@@ -10,15 +10,19 @@ use super::arch::Arch;
 use super::convert::{ConvertOptions, Width};
 use super::error::{CheckpointError, Result, io_error, is_there};
 use super::required::{Required, Role, Shape};
-use super::write::layout::Item;
+use super::write::layout::{Item, PARAMETERS_KEY};
 use super::write::{self, Cancel, Contents, Frees, Progress, Report, SmallFile, Writing, plan};
 use super::{Checkpoint, UNFINISHED_NAME};
 use crate::kernels::Format;
+use millstream_io::FileId;
 use serde_json::{Map, Value, json};
 use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 use weights::Generator;
+
+/// What the parameters of a drawn model begin with in its metadata, and those of no conversion.
+const PRESET: &str = "preset=";
 
 /// Bytes of a publisher's shard, about.
 pub const PUBLISHED_SHARD_BYTES: u64 = 5_000_000_000;
@@ -179,14 +183,23 @@ impl SynthOptions {
         Item { name, shape, target }
     }
 
-    /// Everything that decides the bytes and is not in the shapes.
+    /// Everything that decides the bytes and is not in the shapes; [`Checkpoint::is_drawn`] knows it by its beginning.
     fn parameters(&self) -> String {
         let SynthOptions { preset, precision, dense, shard_bytes, seed, hollow_experts, .. } = self;
         let shards = match *shard_bytes {
             PUBLISHED_SHARD_BYTES => String::new(),
             other => format!(" shards={other}"),
         };
-        format!("preset={} format={precision} dense={dense}{shards} seed={seed} hollow={hollow_experts}", preset.name)
+        format!("{PRESET}{} format={precision} dense={dense}{shards} seed={seed} hollow={hollow_experts}", preset.name)
+    }
+}
+
+impl Checkpoint {
+    /// Whether its weights are drawn, so that what its routers choose was never learned.
+    pub fn is_drawn(&self) -> bool {
+        let mut files = (0..self.tensors.paths().len() as u32).map(FileId);
+        let parameters = files.find_map(|file| self.tensors.metadata(file).get(PARAMETERS_KEY));
+        parameters.is_some_and(|parameters| parameters.starts_with(PRESET))
     }
 }
 

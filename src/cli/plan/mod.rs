@@ -2,6 +2,7 @@
 //! machines would make of it, and the stages it goes through.
 
 mod change;
+mod expected;
 mod show;
 pub mod speed;
 mod timed;
@@ -12,16 +13,17 @@ use std::path::PathBuf;
 use crate::checkpoint::Checkpoint;
 use crate::engine::budget::{Budget, TooSmall};
 use crate::engine::config::DEFAULT_CONTEXT;
-use crate::engine::predict::{self, Costs, Line, Prediction, Speeds, Work};
+use crate::engine::predict::{self, Answer, Choice, Line, Work};
 use crate::engine::{Engine, EngineConfig, EngineError, StageGraph, Switch};
 
 use super::args::{self, EngineArgs, Ram, RunArgs, WidthArgs};
-use super::config::{self, RunConfig};
+use super::config::{self, MaxTokens, RunConfig};
 use super::machine::Machine;
 use super::tuning::{self, Lookup};
 use super::usage::{Usage, UsageChoice};
 use super::{Done, Failure, job, output, render, size};
 use change::Change;
+use expected::{Expected, Facts};
 use timed::{Timed, timed};
 
 /// Flags of `plan`.
@@ -31,8 +33,9 @@ Examples:
   millstream plan -m /models/glm-5.2-int4 --ram 16G --what-if ram=64G,disk=7GB/s
   millstream plan -m /models/glm-5.2-int4 --graph --dot | dot -Tsvg > step.svg
 
-Nothing is loaded. What the cache will find follows from the model's history of selections; without one it is what was \
-found for the model that comes with the program, and beside it stands what is sure: the speed that nothing in memory makes. \
+Nothing is loaded. A speed is of the answer that is asked about, from an empty cache: what each expert is first chosen for \
+must be read. Beside it stands that of long answers, and what is sure: the speed that nothing in memory makes. What the cache \
+will find follows from the model's history of selections; without one it is what was found for other models. \
 Steps of a few layers are timed for half a second, longer where the drive is slow, and for a fifth of a second where --disk \
 or a tuning profile says what the drive reads. With --untimed nothing is.
 Exit codes: 0 done, 1 the work failed, 2 usage.")]
@@ -48,9 +51,15 @@ pub struct PlanArgs {
     /// Tokens of context [default: 4096, or what the model has]
     #[arg(short, long, visible_alias = "context", value_name = "N", value_parser = args::parse_context)]
     ctx_size: Option<usize>,
-    /// Tokens of the prompt: a short one leaves more memory to experts [default: as many as are put through at once]
+    /// Tokens of the prompt: a short one leaves more memory to experts, and fewer of them in it [default: as many as are put
+    /// through at once]
     #[arg(long, value_name = "N", value_parser = args::parse_context)]
     prompt_tokens: Option<usize>,
+    /// Tokens of the answer that is predicted, as run has it; -1 goes on to the end of the context [default: 512, or what
+    /// the context has]
+    #[arg(short = 'n', long, visible_alias = "tokens", value_name = "N", allow_negative_numbers = true,
+          value_parser = clap::value_parser!(i64).range(-1..=1 << 31))]
+    max_tokens: Option<i64>,
     /// What the drive reads, in GB/s, as bench-io measures it [default: of the tuning profile, else measured]
     #[arg(long, value_name = "GB/S", allow_negative_numbers = true, value_parser = args::parse_rate)]
     disk: Option<f64>,
@@ -92,7 +101,7 @@ pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
         usage: args.usage.clone(),
         ..plain.engine
     };
-    let run = RunArgs { model: args.model.clone(), quiet: true, engine, ..plain };
+    let run = RunArgs { model: args.model.clone(), max_tokens: args.max_tokens, quiet: true, engine, ..plain };
     let mut config = config::decide(&run, machine)?;
     config.check_memory(machine)?;
     if let Some(tokens) = args.prompt_tokens {
@@ -126,38 +135,16 @@ struct Plan {
     budget: Budget,
     /// Who says how much memory there is.
     source: String,
-    work: Work,
-    /// Bytes of an expert, on average.
-    expert_bytes: f64,
-    /// How often each expert was chosen; empty where nothing is known.
-    history: Vec<u64>,
-    /// Arithmetic, or why it was not timed.
-    costs: Result<Costs, String>,
-    drive: Option<Line>,
-    disk: Disk,
-    cores: u64,
-    /// What twice the cores make of arithmetic: what the second half of them made, as it was measured; `None` of one core.
-    doubled: Option<f64>,
-    /// Of the experts that are read, the share that is known a layer ahead.
-    guessed: f64,
+    facts: Facts,
+    /// Selections of the history; 0 where there is none.
+    selections: u64,
+    /// Whether the weights are drawn.
+    drawn: bool,
     here: Expected,
     /// Machines the model would not fit have the reason.
     what_if: Vec<(Change, Result<Expected, TooSmall>)>,
     /// Whether the user asked for the changes.
     asked: bool,
-}
-
-/// What is expected of a machine.
-#[derive(Clone, Copy)]
-struct Expected {
-    slots: u64,
-    hit_rate: f64,
-    bytes_per_token: f64,
-    prediction: Option<Prediction>,
-    /// The same of a token that finds none of its experts.
-    worst: Option<Prediction>,
-    /// What of it is not measured but assumed.
-    assumed: Option<&'static str>,
 }
 
 impl Plan {
@@ -191,34 +178,38 @@ impl Plan {
             Ok(timed) => (Ok(timed.costs), timed.doubled),
             Err(why) => (Err(why), None),
         };
-        let source = if config.ram.is_some() { "asked for".to_owned() } else { machine.memory.source.clone() };
-        let nothing =
-            Expected { slots: 0, hit_rate: 0.0, bytes_per_token: 0.0, prediction: None, worst: None, assumed: None };
-        let mut plan = Plan {
-            context,
-            source,
+        let (history, drawn) = (usage.before(), checkpoint.is_drawn());
+        let facts = Facts {
             expert_bytes,
-            history: usage.before().to_vec(),
+            choice: Choice::of(history, &work, drawn),
             costs,
             drive,
             disk,
             cores: config.threads as u64,
             doubled,
             guessed: engine.switches.guesses().map_or(0.0, |_| predict::GUESSED),
-            here: nothing,
+            answer: answer(args, config, &engine, context),
+            work,
+        };
+        let here = facts.expected(&Change::default(), divided.budget().slots());
+        let mut plan = Plan {
+            context,
+            source: if config.ram.is_some() { "asked for".to_owned() } else { machine.memory.source.clone() },
+            facts,
+            selections: history.iter().sum(),
+            drawn,
+            here,
             what_if: vec![],
             asked: !args.what_if.is_empty(),
-            work,
             budget: divided.budget().clone(),
         };
-        plan.here = plan.expected(&Change::default(), plan.budget.slots());
         for change in if plan.asked { args.what_if.clone() } else { plan.one_more() } {
             let slots = match change.ram {
                 None => Ok(plan.budget.slots()),
                 Some(ram) => divided.of_ram(ram).map(|budget| budget.slots()),
             };
             let expected = match slots {
-                Ok(slots) => Ok(plan.expected(&change, slots)),
+                Ok(slots) => Ok(plan.facts.expected(&change, slots)),
                 Err(EngineError::TooSmall(too_small)) => Err(too_small),
                 Err(other) => return Err(job::engine_failure(other)),
             };
@@ -232,55 +223,31 @@ impl Plan {
     fn one_more(&self) -> Vec<Change> {
         let nothing = Change::default();
         let mut changes = vec![Change { ram: Some(change::round(2 * self.budget.total)), ..nothing }];
-        if let Ok((gb_s, ..)) = self.disk {
+        if let Ok((gb_s, ..)) = self.facts.disk {
             changes.push(Change { drives: Some(2), ..nothing });
             changes.push(Change { disk: Some(size::short(2.0 * gb_s)), ..nothing });
         }
-        if self.doubled.is_some() {
-            changes.push(Change { cores: Some(2 * self.cores), ..nothing });
+        if self.facts.doubled.is_some() {
+            changes.push(Change { cores: Some(2 * self.facts.cores), ..nothing });
         }
         changes
     }
+}
 
-    /// What `change` would make of a token, with memory for `slots` experts.
-    fn expected(&self, change: &Change, slots: u64) -> Expected {
-        let share = slots as f64 / self.work.experts.max(1) as f64;
-        let found = predict::hit_rate(&self.history, slots);
-        let hit_rate = found.unwrap_or_else(|| predict::hit_rate_without_history(share));
-        let mut drive = self.drive;
-        if let Some(gb_s) = change.disk {
-            drive = Some(match (drive, &self.disk) {
-                (Some(drive), Ok((here, ..))) => drive.faster(gb_s / here),
-                _ => Line::steady(gb_s, self.expert_bytes),
-            });
-        }
-        if let Some(drives) = change.drives {
-            drive = drive.map(|drive| drive.beside(drives as f64));
-        }
-        let (mut faster, mut assumed) = (1.0, None);
-        if let Some(cores) = change.cores {
-            let doublings = (cores as f64 / self.cores as f64).log2();
-            assumed = match self.doubled {
-                None if doublings > 0.0 => Some("each core is assumed to compute as much as the one here"),
-                Some(_) if doublings > 1.0 => Some("far from what was measured: memory may not keep up"),
-                _ => None,
-            };
-            faster = self.doubled.unwrap_or(2.0).powf(doublings);
-        }
-        let predicted = |hit_rate| {
-            let costs = self.costs.as_ref().ok()?.faster(faster);
-            Prediction::of(&self.work, &Speeds { costs, drive }, hit_rate, self.guessed)
-        };
-        let used = self.work.used() as f64;
-        Expected {
-            slots,
-            hit_rate,
-            bytes_per_token: used * self.expert_bytes * (1.0 - hit_rate),
-            prediction: predicted(hit_rate),
-            worst: predicted(0.0),
-            assumed,
-        }
-    }
+/// The answer that is asked about: what is not said of prompt and answer is as long as the other one leaves room for, or half
+/// of the context, and no longer than a run makes it.
+fn answer(args: &PlanArgs, config: &RunConfig, engine: &EngineConfig, context: usize) -> Answer {
+    let rest = match args.max_tokens {
+        Some(tokens) if tokens > 0 => context.saturating_sub(tokens as usize),
+        _ => context / 2,
+    };
+    let prompt = args.prompt_tokens.unwrap_or(engine.prefill_rows.min(rest).max(1));
+    let room = context - prompt;
+    let tokens = match config.max_tokens {
+        MaxTokens::AtMost(tokens) => tokens.min(room),
+        MaxTokens::Context => room,
+    };
+    Answer { prompt: prompt as u64, tokens: tokens as u64 }
 }
 
 /// What the drive reads in GB/s, who says so, and what makes it doubtful; or why it is not known.

@@ -7,29 +7,50 @@ use serde_json::{Value as Json, json};
 use crate::cli::{render, size};
 use crate::engine::StageGraph;
 use crate::engine::budget::TooSmall;
-use crate::engine::predict::Prediction;
+use crate::engine::predict::{Bottleneck, Prediction};
 
-use super::{Expected, Plan};
+use super::Plan;
+use super::expected::{Expected, Facts, Outlook};
 
 /// The plan for people.
 pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
-    let (work, here) = (&plan.work, &plan.here);
-    let used = work.used();
-    let basis = match plan.history.iter().sum::<u64>() {
+    let (facts, here) = (&plan.facts, &plan.here);
+    let basis = match plan.selections {
+        0 if plan.drawn => "for want of a history chosen as models with drawn weights choose".to_owned(),
         0 => "for want of a history chosen as the model that comes with the program chooses".to_owned(),
-        count => format!("by a history of {} selections", size::grouped(count)),
+        count => format!("chosen by a history of {} selections", size::grouped(count)),
     };
     let mut text = format!("{}, for a context of {}\n", plan.budget, plan.context);
     let _ = writeln!(
         text,
-        "experts: {used} of {} used by a token, {} slabs; {basis}, {:.1} % are found in memory and {} are read, of {} at worst",
-        size::grouped(work.experts),
+        "experts: {} of {} used by a token, {basis}; {} slabs",
+        size::grouped(facts.work.used()),
+        size::grouped(facts.work.experts),
         size::grouped(here.slots),
-        100.0 * here.hit_rate,
-        size::show(here.bytes_per_token as u64),
-        size::show((used as f64 * plan.expert_bytes) as u64),
     );
-    match &plan.disk {
+    text += &measured(facts);
+    let answer = &facts.answer;
+    let _ = write!(text, "answer:  {} tokens after {} of a prompt: ", answer.tokens, answer.prompt);
+    text += &predicted(facts, &here.answer);
+    text += "long:    behind the first use of each expert: ";
+    text += &predicted(facts, &here.long);
+    if let Some(worst) = here.worst.filter(|_| here.answer.hit_rate < 1.0) {
+        let _ = writeln!(text, "at worst {:.2} tokens a second, where none is found in memory", worst.tok_s());
+    }
+    text += if plan.asked { "\nwhat if:\n" } else { "\none more of each:\n" };
+    for (change, expected) in &plan.what_if {
+        let _ = writeln!(text, "  {:<28} {}", change.to_string(), outcome(&plan.here, expected.as_ref()));
+    }
+    if let Some(graph) = graph {
+        text += &format!("\n{}", graph.text());
+    }
+    text
+}
+
+/// What was measured, and what was not.
+fn measured(facts: &Facts) -> String {
+    let mut text = String::new();
+    match &facts.disk {
         Ok((gb_s, source, doubt)) => {
             let doubt = doubt.as_ref().map(|doubt| format!("; {doubt}")).unwrap_or_default();
             let _ = writeln!(text, "drive:   {gb_s:.2} GB/s ({source}){doubt}");
@@ -38,11 +59,14 @@ pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
             let _ = writeln!(text, "drive:   not measured: {why}; --disk says what it reads");
         }
     }
-    if plan.guessed > 0.0 {
-        let _ =
-            writeln!(text, "ahead:   {:.0} % of what is read is taken to be known a layer ahead", 100.0 * plan.guessed);
+    if facts.guessed > 0.0 {
+        let _ = writeln!(
+            text,
+            "ahead:   {:.0} % of what is read is taken to be known a layer ahead",
+            100.0 * facts.guessed
+        );
     }
-    match &plan.costs {
+    match &facts.costs {
         Ok(costs) => {
             let [once, before, shared, expert] =
                 [costs.once_s, costs.before_s, costs.shared_s, costs.expert_s].map(time);
@@ -50,37 +74,43 @@ pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
                 text,
                 "compute: {:.1} GB/s on {} threads (measured): {once} of head and dense layers, and in a routed layer {before} \
                  before its experts, {shared} the shared one, {expert} each other",
-                work.bytes() as f64 / costs.token_s(work) / 1e9,
-                plan.cores,
+                facts.work.bytes() as f64 / costs.token_s(&facts.work) / 1e9,
+                facts.cores,
             );
         }
         Err(why) => text += &format!("compute: not measured: {why}\n"),
     }
-    match &here.prediction {
-        Some(p) => {
-            let _ = writeln!(
-                text,
-                "token:   {:.2} tokens a second: {} each, of which the drive reads {} and arithmetic takes {}; {} binds",
-                p.tok_s(),
-                time(p.token_s),
-                time(p.disk_s),
-                time(p.compute_s),
-                p.bottleneck.name(),
-            );
-        }
-        None => text += "token:   unknown, as what it takes is\n",
-    }
-    if let Some(worst) = here.worst.filter(|_| here.hit_rate < 1.0) {
-        let _ = writeln!(text, "at worst {:.2} tokens a second, where none is found in memory", worst.tok_s());
-    }
-    text += if plan.asked { "\nwhat if:\n" } else { "\none more of each:\n" };
-    for (change, expected) in &plan.what_if {
-        let _ = writeln!(text, "  {:<44} {}", change.to_string(), outcome(&plan.here, expected.as_ref()));
-    }
-    if let Some(graph) = graph {
-        text += &format!("\n{}", graph.text());
-    }
     text
+}
+
+/// The rest of a line: what tokens of some kind find, read and take.
+fn predicted(facts: &Facts, outlook: &Outlook) -> String {
+    let worst = facts.work.used() as f64 * facts.expert_bytes;
+    let reads = format!(
+        "{:.1} % found in memory, {} of {} read",
+        100.0 * outlook.hit_rate,
+        size::show(outlook.bytes_per_token as u64),
+        size::show(worst as u64),
+    );
+    match &outlook.prediction {
+        Some(p) => format!(
+            "{:.2} tokens a second, {reads}; {} each, of which the drive reads {} and arithmetic takes {}; {}\n",
+            p.tok_s(),
+            time(p.token_s),
+            time(p.disk_s),
+            time(p.compute_s),
+            binds(p.bottleneck),
+        ),
+        None => format!("{reads}; no speed, as not all was measured that it rests on\n"),
+    }
+}
+
+fn binds(bottleneck: Bottleneck) -> &'static str {
+    match bottleneck {
+        Bottleneck::Disk => "the disk binds",
+        Bottleneck::Arithmetic => "arithmetic binds",
+        Bottleneck::Both => "disk and arithmetic bind alike",
+    }
 }
 
 fn time(seconds: f64) -> String {
@@ -92,27 +122,31 @@ fn outcome(here: &Expected, expected: Result<&Expected, &TooSmall>) -> String {
         Ok(expected) => expected,
         Err(too_small) => return format!("it does not fit: the least is {}", too_small.typed()),
     };
-    let found = format!("{:.1} % found in memory", 100.0 * expected.hit_rate);
-    let Some(p) = &expected.prediction else {
-        return format!("{found}, {} read", size::show(expected.bytes_per_token as u64));
+    let found = format!("{:.1} % found in memory", 100.0 * expected.answer.hit_rate);
+    let Some(p) = &expected.answer.prediction else {
+        return format!("{found}, {} read", size::show(expected.answer.bytes_per_token as u64));
     };
-    let gain = match &here.prediction {
-        Some(before) => format!(" ({:+.0} %)", 100.0 * (before.token_s / p.token_s - 1.0)),
-        None => String::new(),
+    let rate = |outlook: &Outlook, here: &Outlook| match (&outlook.prediction, &here.prediction) {
+        (Some(p), Some(before)) => {
+            format!("{:.2} tok/s ({:+.0} %)", p.tok_s(), 100.0 * (before.token_s / p.token_s - 1.0))
+        }
+        (Some(p), None) => format!("{:.2} tok/s", p.tok_s()),
+        (None, _) => "unknown".to_owned(),
     };
     let assumed = expected.assumed.map_or_else(String::new, |assumed| format!("; {assumed}"));
-    format!("{:.2} tok/s{gain}, {found}, {} binds{assumed}", p.tok_s(), p.bottleneck.name())
+    let (answer, long) = (rate(&expected.answer, &here.answer), rate(&expected.long, &here.long));
+    format!("{answer}, {found}, {}; long {long}{assumed}", binds(p.bottleneck))
 }
 
 /// The plan for programs.
 pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
-    let (budget, here) = (&plan.budget, &plan.here);
-    let used = plan.work.used();
-    let (gb_s, source, doubt, error) = match &plan.disk {
+    let (budget, facts, here) = (&plan.budget, &plan.facts, &plan.here);
+    let used = facts.work.used();
+    let (gb_s, source, doubt, error) = match &facts.disk {
         Ok((gb_s, source, doubt)) => (Some(size::short(*gb_s)), *source, doubt.clone(), None),
         Err(why) => (None, "unknown", None, Some(why.clone())),
     };
-    let costs = plan.costs.as_ref();
+    let costs = facts.costs.as_ref();
     let what_if = plan.what_if.iter().map(|(change, expected)| {
         let mut object = match expected {
             Ok(expected) => expectation(expected),
@@ -142,14 +176,17 @@ pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
             "page_cache_reserve": budget.page_cache,
             "experts": budget.experts(),
         },
-        "experts": plan.work.experts,
+        "prompt_tokens": facts.answer.prompt,
+        "tokens": facts.answer.tokens,
+        "experts": facts.work.experts,
         "experts_per_token": used,
-        "selections": plan.history.iter().sum::<u64>(),
-        "uncached_bytes_per_token": (used as f64 * plan.expert_bytes).round(),
+        "selections": plan.selections,
+        "drawn": plan.drawn,
+        "uncached_bytes_per_token": (used as f64 * facts.expert_bytes).round(),
         "disk": { "gb_s": gb_s, "source": source, "doubt": doubt, "error": error },
-        "guessed": plan.guessed,
+        "guessed": facts.guessed,
         "compute": {
-            "gb_s": costs.ok().map(|costs| size::short(plan.work.bytes() as f64 / costs.token_s(&plan.work) / 1e9)),
+            "gb_s": costs.ok().map(|costs| size::short(facts.work.bytes() as f64 / costs.token_s(&facts.work) / 1e9)),
             "once_s": costs.ok().map(|costs| size::short(costs.once_s)),
             "before_s": costs.ok().map(|costs| size::short(costs.before_s)),
             "shared_s": costs.ok().map(|costs| size::short(costs.shared_s)),
@@ -173,17 +210,24 @@ pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
     object
 }
 
+/// The keys of the answer, and those of long ones below `long`.
 fn expectation(expected: &Expected) -> Json {
-    let p = expected.prediction;
+    let mut object = outlook(&expected.answer);
+    object["slots"] = expected.slots.into();
+    object["assumed"] = expected.assumed.into();
+    object["long"] = outlook(&expected.long);
+    object
+}
+
+fn outlook(outlook: &Outlook) -> Json {
+    let p = outlook.prediction;
     json!({
-        "slots": expected.slots,
-        "expected_hit_rate": expected.hit_rate,
-        "bytes_per_token": expected.bytes_per_token.round(),
+        "expected_hit_rate": outlook.hit_rate,
+        "bytes_per_token": outlook.bytes_per_token.round(),
         "predicted_tok_s": p.map(|p| size::short(p.tok_s())),
         "disk_s": p.map(|p| size::short(p.disk_s)),
         "compute_s": p.map(|p| size::short(p.compute_s)),
         "bottleneck": p.map(|p: Prediction| p.bottleneck.name()),
-        "assumed": expected.assumed,
     })
 }
 
@@ -197,6 +241,7 @@ fn refusal(too_small: &TooSmall) -> Json {
         "disk_s": null,
         "compute_s": null,
         "bottleneck": null,
+        "long": null,
         "error": too_small.to_string(),
         "needed": too_small.needed(),
     })

@@ -6,10 +6,12 @@
 //! guessed: those are read in that time, as far as it goes. Attention to what lies far back is left out, which makes a token
 //! slower.
 
+mod answer;
 mod found;
 mod work;
 
-pub use found::{hit_rate, hit_rate_without_history};
+pub use answer::Answer;
+pub use found::Choice;
 pub use work::{Costs, LayerWork, Slice, Times, Work};
 
 /// Shares of the time at which one side is said to bind alone.
@@ -82,6 +84,17 @@ pub enum Bottleneck {
 }
 
 impl Bottleneck {
+    /// Of a token for which the drive and arithmetic take so long.
+    fn of(disk_s: f64, compute_s: f64) -> Bottleneck {
+        if disk_s > ALONE * compute_s {
+            Bottleneck::Disk
+        } else if compute_s > ALONE * disk_s {
+            Bottleneck::Arithmetic
+        } else {
+            Bottleneck::Both
+        }
+    }
+
     /// What it is called.
     pub fn name(self) -> &'static str {
         match self {
@@ -133,14 +146,8 @@ impl Prediction {
         }
         let layers = work.routed() as f64;
         let (disk_s, compute_s) = (layers * read_s, speeds.costs.token_s(work) + layers * reading_s);
-        let bottleneck = if disk_s > ALONE * compute_s {
-            Bottleneck::Disk
-        } else if compute_s > ALONE * disk_s {
-            Bottleneck::Arithmetic
-        } else {
-            Bottleneck::Both
-        };
-        Some(Prediction { token_s: once_s + layers * (before + reading_s + layer_s), disk_s, compute_s, bottleneck })
+        let token_s = once_s + layers * (before + reading_s + layer_s);
+        Some(Prediction { token_s, disk_s, compute_s, bottleneck: Bottleneck::of(disk_s, compute_s) })
     }
 
     /// Tokens a second.
