@@ -8,7 +8,7 @@ use super::fetch;
 use crate::kernels::format::WeightRef;
 
 /// Least distance, in bytes: more than memory delivers to a core while one line is on its way.
-const LEAD: usize = 8 << 10;
+const LEAD: usize = 16 << 10;
 
 /// The lines that lie whole groups of rows behind a group, asked for as that group is multiplied.
 pub(super) struct Ahead {
@@ -24,6 +24,14 @@ impl Ahead {
         let group = count * w.format().row_bytes(w.cols());
         let next = w.row(first).as_ptr().wrapping_add(LEAD.next_multiple_of(group.max(1)));
         Ahead { next, unit: w.format().row_bytes(64) }
+    }
+
+    /// The same for the scales of groups of 64 columns.
+    #[inline(always)]
+    pub fn of_scales(w: &WeightRef, first: usize, count: usize) -> Ahead {
+        let row = 4 * w.cols().div_ceil(64);
+        let turns = LEAD.div_ceil((count * w.format().row_bytes(w.cols())).max(1));
+        Ahead { next: w.scales().as_ptr().wrapping_add((first + turns * count) * row), unit: 4 }
     }
 
     /// Asks for the next lines, as many as `units` of 64 columns fill.

@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{int3, panels, single};
+use super::{eights, int3, panels, single};
 use super::{load_bytes, load_half_ints, load_ints, load_signed, store_half_ints, store_ints};
 use crate::kernels::format::{Format, WeightRef};
 use crate::kernels::groups::{
@@ -17,10 +17,13 @@ use crate::kernels::scalar;
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[QuantRow], tile: &mut [f32]) {
     match (w.format(), x) {
+        _ if w.cols() == 0 => scalar::integer(w, rows, x, tile),
         (format, _) if x.len() >= panels_from(format) => panels::tile(w, rows, x, tile),
         (Format::Int8Row, [x]) => single::int8(w, rows, x, tile),
         (Format::Int4Row, [x]) => single::int4(w, rows, x, tile),
         (Format::Int2Row, [x]) => int2_alone(w, rows, x, tile),
+        (Format::Int4Group { group: 64 }, [x]) => eights::tile(w, rows, &[*x], tile),
+        (Format::Int4Group { group: 64 }, [x, y]) => eights::tile(w, rows, &[*x, *y], tile),
         (Format::Int4Group { group }, _) if group % 64 == 0 => groups_of_units::<true>(w, rows, group.into(), x, tile),
         (Format::Int4Group { group }, _) if group % 32 == 0 => groups_of_units::<false>(w, rows, group.into(), x, tile),
         (Format::Int4Group { group }, _) if group % 8 == 0 => groups_of_any(w, rows, group.into(), x, tile),
@@ -192,7 +195,7 @@ pub(super) fn sums_of_32(part: impl Fn(usize) -> __m512i) -> __m512i {
 /// The sums of 64 columns, in order, from those of 32.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn sums_of_64(sums: __m512i) -> __m256i {
+pub(super) fn sums_of_64(sums: __m512i) -> __m256i {
     let sums = _mm512_add_epi32(sums, _mm512_shuffle_i32x4::<0b10_11_00_01>(sums, sums));
     let order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 0, 8, 1, 9, 2, 10, 3, 11);
     _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, sums))
@@ -201,7 +204,7 @@ fn sums_of_64(sums: __m512i) -> __m256i {
 /// 16 sums of 8 columns each, added to `sums`: what removes the offset, or nothing.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn dot_of_128(weights: &[u8; 64], halves: &[i8; 128], sums: __m512i) -> __m512i {
+pub(super) fn dot_of_128(weights: &[u8; 64], halves: &[i8; 128], sums: __m512i) -> __m512i {
     let fields = nibbles(load_bytes(weights));
     let halves = halves.as_chunks::<64>().0;
     let sums = _mm512_dpbusd_epi32(sums, fields[0], load_signed(&halves[0]));

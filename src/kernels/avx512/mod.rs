@@ -6,6 +6,7 @@
 
 mod ahead;
 mod dots;
+mod eights;
 mod exact;
 mod fp8;
 mod int3;
@@ -185,6 +186,20 @@ fn load_quarter_ints(from: &[i32; 4]) -> __m128i {
 fn store_quarter_ints(to: &mut [i32; 4], v: __m128i) {
     // SAFETY: the reference covers the 16 bytes of this unaligned store.
     unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), v) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn load_half_floats(from: &[f32; 8]) -> __m256 {
+    // SAFETY: the reference covers the 8 floats of this unaligned load.
+    unsafe { _mm256_loadu_ps(from.as_ptr()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn store_half_floats(to: &mut [f32; 8], v: __m256) {
+    // SAFETY: the reference covers the 8 floats of this unaligned store.
+    unsafe { _mm256_storeu_ps(to.as_mut_ptr(), v) }
 }
 
 /// Asks for the cache line of `at` to be fetched into the second-level cache.
