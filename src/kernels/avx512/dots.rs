@@ -56,25 +56,32 @@ macro_rules! stamp_dots {
             let x: [&[f32]; N] = std::array::from_fn(|i| &x[i * cols..][..cols]);
             let units = cols / UNIT;
             let x_units = x.map(|x| &x.as_chunks::<UNIT>().0[..units]);
+            let mut ahead = Ahead::new(w, rows.start, W);
             for first in rows.clone().step_by(W) {
                 // Rows past the last one repeat it.
-                let places: [usize; W] = std::array::from_fn(|r| (first + r).min(rows.end - 1));
-                let decode: [D; W] = places.map(&decode);
-                let mut ahead = Ahead::new(w, first, W);
+                let mut places = [rows.end - 1; W];
+                let mut decoders = [const { None }; W];
+                for r in 0..W {
+                    places[r] = (first + r).min(rows.end - 1);
+                    decoders[r] = Some(decode(places[r]));
+                }
                 let mut sums = [[[_mm512_setzero_ps(); 2]; N]; W];
                 for u in 0..units {
                     if W > 1 {
                         ahead.step(W);
                     }
                     for r in 0..W {
-                        let weights = decode[r](u);
+                        let Some(decode) = &decoders[r] else { unreachable!() };
+                        let weights = decode(u);
                         for i in 0..N {
                             add_unit(&mut sums[r][i], weights, &x_units[i][u]);
                         }
                     }
                 }
                 for r in 0..W {
-                    add_tail(w, places[r], &x, &mut sums[r]);
+                    if units * UNIT < cols {
+                        add_tail(w, places[r], &x, &mut sums[r]);
+                    }
                     for i in 0..N {
                         tile[i * count + places[r] - rows.start] = reduce(sums[r][i]);
                     }

@@ -7,10 +7,13 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{load_half, load_signed_half};
+use super::{load_half, load_half_ints, load_signed_half, store_half_floats, store_half_ints};
 use crate::kernels::format::WeightRef;
 use crate::kernels::groups::zero_padded;
 use crate::kernels::quantized::QuantRow;
+
+/// Weight rows whose sums are brought to an end together.
+const ROWS: usize = 8;
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn int8(w: &WeightRef, rows: Range<usize>, x: &QuantRow, out: &mut [f32]) {
@@ -27,7 +30,8 @@ pub(super) fn int4(w: &WeightRef, rows: Range<usize>, x: &QuantRow, out: &mut [f
 }
 
 /// 32 bytes of weights `unpack` into `P` vectors of fields, which meet the same half of `P` consecutive 64-byte blocks of
-/// `order`, the activations; fields are stored with `offset` added.
+/// `order`, the activations; fields are stored with `offset` added. What is left to do for a row then is done for eight of
+/// them at once, for which short rows are grateful.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn row_scaled<const P: usize, U>(
@@ -42,16 +46,33 @@ fn row_scaled<const P: usize, U>(
     U: Fn(__m256i) -> [__m256i; P],
 {
     let blocks = order.as_chunks::<64>().0.as_chunks::<P>().0;
-    let too_much = offset.wrapping_mul(x.sum);
-    for (out, row) in out.iter_mut().zip(rows) {
-        let sum = dot(w.row(row), blocks, &unpack).wrapping_sub(too_much);
-        *out = sum as f32 * w.scale(row) * x.scale;
+    let too_much = _mm256_set1_epi32(offset.wrapping_mul(x.sum));
+    let row_bytes = w.format().row_bytes(w.cols());
+    let weights = &w.data()[rows.start * row_bytes..rows.end * row_bytes];
+    let scales = &w.scales()[4 * rows.start..4 * rows.end];
+    // Of rows that a last block lacks, it has what the one before left.
+    let mut sums = [[0; ROWS]; ROWS];
+    for ((weights, scales), out) in
+        weights.chunks(ROWS * row_bytes).zip(scales.chunks(4 * ROWS)).zip(out.chunks_mut(ROWS))
+    {
+        for (weights, sums) in weights.chunks_exact(row_bytes).zip(&mut sums) {
+            store_half_ints(sums, dot(weights, blocks, &unpack));
+        }
+        let dots = _mm256_cvtepi32_ps(_mm256_sub_epi32(totals(&sums), too_much));
+        let scales = scales.first_chunk().copied().unwrap_or_else(|| zero_padded(scales));
+        let scaled = _mm256_mul_ps(dots, _mm256_castsi256_ps(load_half(&scales)));
+        let mut values = [0.0; ROWS];
+        store_half_floats(&mut values, _mm256_mul_ps(scaled, _mm256_set1_ps(x.scale)));
+        for (out, value) in out.iter_mut().zip(values) {
+            *out = value;
+        }
     }
 }
 
+/// Eight sums that together are the dot product of a row.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn dot<const P: usize, U>(weights: &[u8], x: &[[[i8; 64]; P]], unpack: &U) -> i32
+fn dot<const P: usize, U>(weights: &[u8], x: &[[[i8; 64]; P]], unpack: &U) -> __m256i
 where
     U: Fn(__m256i) -> [__m256i; P],
 {
@@ -79,7 +100,23 @@ where
             total = _mm256_add_epi32(total, sums[half][p]);
         }
     }
-    let sum = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256::<1>(total));
-    let sum = _mm_add_epi32(sum, _mm_unpackhi_epi64(sum, sum));
-    _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32::<1>(sum)))
+    total
+}
+
+/// The sum of each row.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn totals(rows: &[[i32; ROWS]; ROWS]) -> __m256i {
+    let mut pairs = [_mm256_setzero_si256(); 4];
+    for k in 0..4 {
+        let (a, b) = (load_half_ints(&rows[2 * k]), load_half_ints(&rows[2 * k + 1]));
+        pairs[k] = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+    }
+    let mut fours = [_mm256_setzero_si256(); 2];
+    for k in 0..2 {
+        let (a, b) = (pairs[2 * k], pairs[2 * k + 1]);
+        fours[k] = _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    }
+    let [a, b] = fours;
+    _mm256_add_epi32(_mm256_permute2x128_si256::<0x20>(a, b), _mm256_permute2x128_si256::<0x31>(a, b))
 }
