@@ -57,8 +57,9 @@ pub fn matmul(k: &Kernels, team: &Team, w: &WeightRef, input: &Input, out: &mut 
     }
     let team = team.for_work(w.data().len() * input.rows);
     let target = Outputs { first: out.as_mut_ptr(), stride: w.rows(), len: out.len() };
-    if let Some(panel) = quantized.filter(|_| k.takes_tiles(w.format())).and_then(Quantized::panel) {
-        return by_tiles(k, team, w, &panel, &target);
+    let tiled = quantized.filter(|_| k.takes_tiles(w.format()));
+    if let Some((q, panel)) = tiled.and_then(|q| Some((q, q.panel(k.packed_rows(q.rows()))?))) {
+        return by_tiles(k, team, w, q, &panel, &target);
     }
     let panels = quantized.is_some() && input.rows > 1 && k.integer_batch > MAX_BATCH;
     let step = task_rows(w, team.threads(), if panels { PANEL_STEP } else { ROW_STEP });
@@ -68,28 +69,42 @@ pub fn matmul(k: &Kernels, team: &Team, w: &WeightRef, input: &Input, out: &mut 
         let rows = task * step..w.rows().min((task + 1) * step);
         match quantized {
             // What a task keeps on its stack is cleared before each: little, for few rows.
-            Some(q) if input.rows <= MAX_BATCH => integer_task::<MAX_BATCH>(k, w, q, rows, &target),
-            Some(q) => integer_task::<MAX_INTEGER_BATCH>(k, w, q, rows, &target),
+            Some(q) if input.rows <= MAX_BATCH => integer_task::<MAX_BATCH>(k, w, q, 0, rows, &target),
+            Some(q) => integer_task::<MAX_INTEGER_BATCH>(k, w, q, 0, rows, &target),
             None => exact_task(k, w, input, rows, &target),
         }
     });
 }
 
-fn by_tiles(k: &Kernels, team: &Team, w: &WeightRef, x: &Panel, out: &Outputs) {
+/// Packed rows first; those behind them, if any, meet the weights of a task while these are in the second-level cache.
+fn by_tiles(k: &Kernels, team: &Team, w: &WeightRef, all: &Quantized, x: &Panel, out: &Outputs) {
     let by_threads = w.rows().div_ceil(4 * team.threads());
     let step = by_threads.next_multiple_of(TILE_ROW_STEP).min(MAX_TILE_TASK_ROWS);
     let tasks = w.rows().div_ceil(step);
     team.run(tasks, &|turn| {
         let task = striped(turn, tasks, team.threads());
         let rows = task * step..w.rows().min((task + 1) * step);
-        k.tile_product(w, rows, x, &mut |i, first, values| out.write(i, first, values));
+        k.tile_product(w, rows.clone(), x, &mut |i, first, values| out.write(i, first, values));
+        let packed = x.scales.len();
+        for start in rows.clone().step_by(MAX_TASK_ROWS).filter(|_| packed < all.rows()) {
+            let rows = start..rows.end.min(start + MAX_TASK_ROWS);
+            integer_task::<MAX_INTEGER_BATCH>(k, w, all, packed, rows, out);
+        }
     });
 }
 
-fn integer_task<const BATCH: usize>(k: &Kernels, w: &WeightRef, x: &Quantized, rows: Range<usize>, out: &Outputs) {
+/// Activation rows from `start` on.
+fn integer_task<const BATCH: usize>(
+    k: &Kernels,
+    w: &WeightRef,
+    x: &Quantized,
+    start: usize,
+    rows: Range<usize>,
+    out: &Outputs,
+) {
     let mut tile = [[0.0f32; MAX_TASK_ROWS]; BATCH];
     let step = BATCH.min(k.integer_batch);
-    for first in (0..x.rows()).step_by(step) {
+    for first in (start..x.rows()).step_by(step) {
         let batch = step.min(x.rows() - first);
         let tile = &mut tile.as_flattened_mut()[..batch * rows.len()];
         let x: [_; BATCH] = std::array::from_fn(|i| x.row(first + i.min(batch - 1)));

@@ -48,14 +48,14 @@ pub use requantize::{Requantizer, Unfit};
 pub use rows::{RowsAt, Table, bf16_of};
 pub use team::Team;
 
-use panel::{Panel, Put};
+use panel::{Panel, Put, TILE_ROWS};
 use quantized::{QuantRow, QuantRowMut};
 
 /// Rows of a batch that one kernel call takes at most, but for the integer path of some tables.
 pub(crate) const MAX_BATCH: usize = 8;
 
 /// Rows of a batch that one call of any table's integer path takes at most.
-const MAX_INTEGER_BATCH: usize = 64;
+const MAX_INTEGER_BATCH: usize = 16;
 
 /// An instruction set that has a table of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -131,15 +131,17 @@ pub struct Kernels {
     integer_batch: usize,
     /// As `exact`, from quantized rows: the integer path. The format is an integer one.
     integer: unsafe fn(&WeightRef, Range<usize>, &[QuantRow], &mut [f32]),
-    /// As `integer` for whole batches of 16 rows and more.
+    /// As `integer` for runs of 16 rows.
     tiles: Option<TileKernel>,
 }
 
-/// The integer path on tile registers.
+/// The integer path for activations that were packed for it: on tile registers, or with a lane for each row.
 #[derive(Clone, Copy)]
 struct TileKernel {
     /// Whether there is one for a format.
     takes: fn(Format) -> bool,
+    /// Rows of a last run that are so few that `integer` takes them sooner.
+    few: usize,
     /// Weight rows times all rows of a panel.
     product: unsafe fn(&WeightRef, Range<usize>, &Panel, Put),
 }
@@ -280,14 +282,20 @@ impl Kernels {
         unsafe { (self.integer)(w, rows, x, tile) }
     }
 
-    /// Whether it multiplies over tile registers at all.
+    /// Whether it packs activations for whole batches.
     pub fn has_tiles(&self) -> bool {
         self.tiles.is_some()
     }
 
-    /// Whether whole batches of such a matrix go over tile registers.
+    /// Whether whole batches of such a matrix meet packed activations.
     fn takes_tiles(&self, format: Format) -> bool {
         self.tiles.is_some_and(|kernel| (kernel.takes)(format))
+    }
+
+    /// Of the rows of a batch, those that are packed: the others are the last, and few.
+    fn packed_rows(&self, rows: usize) -> usize {
+        let last = rows % TILE_ROWS;
+        if last <= self.tiles.map_or(TILE_ROWS, |kernel| kernel.few) { rows - last } else { rows }
     }
 
     /// The integer path of rows `rows` for all rows of `x`, on this thread, where [`Kernels::takes_tiles`].

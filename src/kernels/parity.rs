@@ -504,18 +504,38 @@ fn batch_and_team_do_not_change_bits(k: &Kernels) {
     }
 }
 
-/// More rows than any kernel takes at once, and a last part that is not full.
+/// More rows than any kernel takes at once, runs of rows that are packed and not full, and rows behind them that are few.
 fn rows_of_a_long_batch_equal_scalar(k: &Kernels) {
     let team = Team::new(2);
     let mut source = Source(10);
     for format in formats() {
-        let (batch, cols) = (2 * MAX_INTEGER_BATCH + 11, 1100);
-        let matrix = Matrix::new(format, 37, cols, Kind::Ordinary, &mut source);
-        let x = source.floats(batch * cols);
-        for integer in [false, true] {
-            let got = multiply(k, &team, &matrix.weights(), &x, batch, integer);
-            let want = multiply(&scalar::TABLE, &team, &matrix.weights(), &x, batch, integer);
-            assert_same(&got, &want, || format!("{k:?} {format} {integer}"));
+        for (batch, cols) in [(13, 1100), (16, 64), (20, 321), (30, 513), (139, 1100), (145, 97)] {
+            let matrix = Matrix::new(format, 37, cols, Kind::Ordinary, &mut source);
+            let x = source.floats(batch * cols);
+            for integer in [false, true] {
+                let got = multiply(k, &team, &matrix.weights(), &x, batch, integer);
+                let want = multiply(&scalar::TABLE, &team, &matrix.weights(), &x, batch, integer);
+                assert_same(&got, &want, || format!("{k:?} {format} {batch} {cols} {integer}"));
+            }
+        }
+    }
+}
+
+/// Every number of packed rows around whole runs, and of weight rows around a block; the largest values there are.
+fn packed_rows_equal_scalar(k: &Kernels) {
+    let team = Team::new(2);
+    let mut source = Source(11);
+    for format in formats().into_iter().filter(|format| format.is_integer()) {
+        for (turn, batch) in (11..=34).chain([47, 48, 64, 129]).enumerate() {
+            let (rows, cols) =
+                ([1, 7, 8, 9, 15, 16, 17, 31, 33, 300][turn % 10], [31, 64, 100, 512, 700, 1025][turn % 6]);
+            for kind in [Kind::Ordinary, Kind::Extreme] {
+                let matrix = Matrix::new(format, rows, cols, kind, &mut source);
+                let x = source.floats(batch * cols);
+                let got = multiply(k, &team, &matrix.weights(), &x, batch, true);
+                let want = multiply(&scalar::TABLE, &team, &matrix.weights(), &x, batch, true);
+                assert_same(&got, &want, || format!("{k:?} {:?} {kind:?} batch {batch}", matrix.spec));
+            }
         }
     }
 }
@@ -564,6 +584,7 @@ macro_rules! stamp_all {
                 weights_may_lie_at_any_address,
                 batch_and_team_do_not_change_bits,
                 rows_of_a_long_batch_equal_scalar,
+                packed_rows_equal_scalar,
             ];
         )*}
     };

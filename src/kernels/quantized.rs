@@ -1,7 +1,7 @@
 //! Activations as int8, in the orders the integer kernels read them.
 
 use super::Kernels;
-use super::panel::{self, Bytes, Panel, TILE_ROWS};
+use super::panel::{self, PACKED_FROM, Panel, Tile};
 use crate::limits::MAX_COLUMNS;
 
 /// Columns are padded with zeros to a multiple of this, the columns of a 64-byte load of int2 weights.
@@ -32,8 +32,8 @@ pub struct Quantized {
     sums64: Aligned<i32>,
     /// The kernels that quantized the rows have a use for tiles.
     for_tiles: bool,
-    /// Filled where they have, and there are rows for a whole tile.
-    tiles: Vec<Bytes>,
+    /// Filled where they have, and there are more rows than the other kernels take at once.
+    tiles: Vec<Tile>,
 }
 
 /// One row, borrowed by kernels.
@@ -85,8 +85,8 @@ impl Quantized {
     /// The same for what `k` quantizes: with room for the order of tile registers, where it has them.
     pub fn for_kernels(k: &Kernels, rows: usize, cols: usize) -> Quantized {
         let mut quantized = Quantized::with_capacity(rows, cols);
-        if rows >= TILE_ROWS && k.has_tiles() {
-            quantized.tiles.resize(panel::tiles_of(rows, cols), Bytes::ZERO);
+        if rows >= PACKED_FROM && k.has_tiles() {
+            quantized.tiles.resize(panel::tiles_of(rows, cols), Tile::ZERO);
         }
         quantized
     }
@@ -135,14 +135,14 @@ impl Quantized {
         self.pack();
     }
 
-    /// The rows in the order of tile registers, where they were quantized by kernels that have them and are enough.
-    pub(super) fn panel(&self) -> Option<Panel<'_>> {
-        let tiles = self.tiles.get(..panel::tiles_of(self.rows, self.cols))?;
-        self.is_packed().then(|| Panel::new(&self.scales[..self.rows], self.cols, tiles))
+    /// The first `rows` rows as they were packed, where they were quantized by kernels that have a use for it and are enough.
+    pub(super) fn panel(&self, rows: usize) -> Option<Panel<'_>> {
+        let tiles = self.tiles.get(..panel::tiles_of(rows, self.cols))?;
+        (self.is_packed() && rows > 0).then(|| Panel::new(&self.scales[..rows], self.cols, tiles))
     }
 
     fn is_packed(&self) -> bool {
-        self.for_tiles && self.rows >= TILE_ROWS && self.cols > 0
+        self.for_tiles && self.rows >= PACKED_FROM && self.cols > 0
     }
 
     fn pack(&mut self) {
@@ -151,7 +151,7 @@ impl Quantized {
         }
         let needed = panel::tiles_of(self.rows, self.cols);
         if self.tiles.len() < needed {
-            self.tiles.resize(needed, Bytes::ZERO);
+            self.tiles.resize(needed, Tile::ZERO);
         }
         let natural = &self.natural.get()[..self.rows * padded(self.cols)];
         panel::pack(natural, self.cols, &mut self.tiles[..needed]);

@@ -1,4 +1,4 @@
-//! AMX: products of bytes on tile registers, for batches of 16 rows and more. Everything else is the AVX-512 table's.
+//! AMX: products of bytes on tile registers, for whole batches. Everything else is the AVX-512 table's.
 //!
 //! The compiler knows neither the instructions nor the registers, so that what one block of assembly leaves in a tile
 //! register the next one finds; no compiled code and no function that is called between them touches any. Each block names
@@ -18,7 +18,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::format::WeightRef;
+use super::format::{Format, WeightRef};
 use super::panel::{Bytes, Panel, Put, TILE_COLS};
 use super::{Isa, Kernels, TileKernel, avx512};
 use missing::{Missing, Words};
@@ -29,8 +29,26 @@ pub(super) fn table() -> Option<&'static Kernels> {
     missing().is_none().then_some(&TABLE)
 }
 
-static TABLE: Kernels =
-    Kernels { isa: Isa::Amx, tiles: Some(TileKernel { takes, product: on_registers }), ..avx512::WITH_VBMI };
+static TABLE: Kernels = Kernels {
+    isa: Isa::Amx,
+    tiles: Some(TileKernel { takes: takes_somehow, few: 0, product: multiply }),
+    ..avx512::WITH_VBMI
+};
+
+fn takes_somehow(format: Format) -> bool {
+    takes(format) || (avx512::TILES.takes)(format)
+}
+
+/// On tile registers, or in vectors the formats that those do not take.
+///
+/// # Safety
+/// As [`on_registers`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+unsafe fn multiply(w: &WeightRef, rows: Range<usize>, x: &Panel, put: Put) {
+    let product = if takes(w.format()) { on_registers } else { avx512::TILES.product };
+    // SAFETY: by contract the processor has the instructions of both.
+    unsafe { product(w, rows, x, put) }
+}
 
 /// Why this machine has no such table. Looks once: the permission is the process's, and is not taken back.
 pub(super) fn missing() -> Option<Missing> {

@@ -116,8 +116,11 @@ pub(super) fn product_over_model(w: &WeightRef, rows: Range<usize>, x: &Panel, p
 }
 
 /// A table of scalar kernels whose batches go over the model.
-static OVER_MODEL: Kernels =
-    Kernels { isa: Isa::Amx, tiles: Some(TileKernel { takes, product: product_over_model }), ..scalar::DEFINITION };
+static OVER_MODEL: Kernels = Kernels {
+    isa: Isa::Amx,
+    tiles: Some(TileKernel { takes, few: 0, product: product_over_model }),
+    ..scalar::DEFINITION
+};
 
 /// Deterministic bytes.
 struct Source(u64);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::missing::Missing;
 use crate::kernels::format::{Format, MatrixSpec, WeightRef};
-use crate::kernels::panel::{Bytes, Panel, Put, pack, tiles_of};
+use crate::kernels::panel::{Panel, Put, Tile, pack, tiles_of};
 use crate::kernels::quantized::{QuantRow, padded};
 use crate::kernels::scalar;
 
@@ -28,7 +28,7 @@ pub(super) fn run(product: Product) -> Result<(), Missing> {
     let natural: Vec<i8> =
         (0..BATCH * stride).map(|i| if i % stride < COLS { (byte() as i8).max(-127) } else { 0 }).collect();
     let row_scales: Vec<f32> = (0..BATCH).map(|_| f32::from(byte()) / 7.0).collect();
-    let mut tiles = vec![Bytes::ZERO; tiles_of(BATCH, COLS)];
+    let mut tiles = vec![Tile::ZERO; tiles_of(BATCH, COLS)];
     pack(&natural, COLS, &mut tiles);
     let panel = Panel::new(&row_scales, COLS, &tiles);
     for format in [Format::Int8Row, Format::Int4Row, Format::Int4Group { group: 64 }] {

@@ -5,6 +5,7 @@
 #![allow(unsafe_code)]
 
 mod ahead;
+mod broadcast;
 mod dots;
 mod eights;
 mod exact;
@@ -18,7 +19,7 @@ mod single;
 use std::arch::x86_64::*;
 
 use super::quantized::QuantRowMut;
-use super::{EncodeError, Format, Isa, Kernels, encode, lanes};
+use super::{EncodeError, Format, Isa, Kernels, TileKernel, encode, lanes};
 
 pub(super) fn table() -> Option<&'static Kernels> {
     let available = is_x86_feature_detected!("avx512f")
@@ -57,8 +58,11 @@ const BASE: Kernels = Kernels {
     exact: exact::tile,
     integer_batch: panels::BATCH,
     integer: integer::tile,
-    tiles: None,
+    tiles: Some(TILES),
 };
+
+/// What takes whole batches.
+pub(super) const TILES: TileKernel = TileKernel { takes: broadcast::takes, few: 12, product: broadcast::product };
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn dot(a: &[f32], b: &[f32]) -> f32 {
@@ -238,4 +242,35 @@ fn store_lanes(to: &mut [f32; lanes::LANES], v: [__m512; 2]) {
     let (halves, _) = to.as_chunks_mut::<16>();
     store_floats(&mut halves[0], v[0]);
     store_floats(&mut halves[1], v[1]);
+}
+
+/// Words of 16 registers: word `j` of register `r` becomes word `r` of register `j`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
+    let mut pairs = rows;
+    for k in 0..8 {
+        let (a, b) = (rows[2 * k], rows[2 * k + 1]);
+        (pairs[2 * k], pairs[2 * k + 1]) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    }
+    // Quarter `q` of `fours[4 * k + j]` has word `4 * q + j` of rows `4 * k..4 * k + 4`.
+    let mut fours = pairs;
+    for k in 0..4 {
+        for half in 0..2 {
+            let (a, b) = (pairs[4 * k + half], pairs[4 * k + 2 + half]);
+            fours[4 * k + 2 * half] = _mm512_unpacklo_epi64(a, b);
+            fours[4 * k + 2 * half + 1] = _mm512_unpackhi_epi64(a, b);
+        }
+    }
+    let mut words = fours;
+    for j in 0..4 {
+        let [a, b, c, d] = [fours[j], fours[4 + j], fours[8 + j], fours[12 + j]];
+        let low = [_mm512_shuffle_i32x4::<0x44>(a, b), _mm512_shuffle_i32x4::<0x44>(c, d)];
+        let high = [_mm512_shuffle_i32x4::<0xee>(a, b), _mm512_shuffle_i32x4::<0xee>(c, d)];
+        words[j] = _mm512_shuffle_i32x4::<0x88>(low[0], low[1]);
+        words[4 + j] = _mm512_shuffle_i32x4::<0xdd>(low[0], low[1]);
+        words[8 + j] = _mm512_shuffle_i32x4::<0x88>(high[0], high[1]);
+        words[12 + j] = _mm512_shuffle_i32x4::<0xdd>(high[0], high[1]);
+    }
+    words
 }

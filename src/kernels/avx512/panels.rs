@@ -10,7 +10,8 @@ use std::ops::Range;
 
 use super::ahead::Ahead;
 use super::integer::{nibbles, pairs_of_bits};
-use super::{int3, load_bytes, load_floats, load_ints, store_bytes, store_floats, store_ints};
+use super::{int3, load_bytes, load_floats, load_ints, store_bytes, store_floats, store_ints, transpose};
+use crate::kernels::MAX_INTEGER_BATCH;
 use crate::kernels::format::{Format, INT3_GROUP_BYTES, WeightRef};
 use crate::kernels::groups::{row_scales, zero_padded};
 use crate::kernels::quantized::QuantRow;
@@ -18,9 +19,10 @@ use crate::kernels::quantized::QuantRow;
 /// Weight rows of a panel: the lanes of a register.
 pub(super) const ROWS: usize = 16;
 
-/// Rows of a batch that [`tile`] takes at most: so many that what their panels cost is little, and that their sums stay in
-/// the first-level cache.
-pub(super) const BATCH: usize = 64;
+/// Rows of a batch that [`tile`] takes at most. More of them are packed, and meet weights that are not transposed.
+pub(super) const BATCH: usize = 16;
+
+const _: () = assert!(BATCH <= MAX_INTEGER_BATCH && BATCH.is_multiple_of(8));
 
 /// Most columns of a panel: 16 KiB, half of the first-level cache.
 const COLUMNS: usize = 1024;
@@ -335,35 +337,4 @@ fn finish<const GROUPED: bool>(
             out.copy_from_slice(&some[..rows.len()]);
         }
     }
-}
-
-/// Words of 16 registers: word `j` of register `r` becomes word `r` of register `j`.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
-    let mut pairs = rows;
-    for k in 0..8 {
-        let (a, b) = (rows[2 * k], rows[2 * k + 1]);
-        (pairs[2 * k], pairs[2 * k + 1]) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    }
-    // Quarter `q` of `fours[4 * k + j]` has word `4 * q + j` of rows `4 * k..4 * k + 4`.
-    let mut fours = pairs;
-    for k in 0..4 {
-        for half in 0..2 {
-            let (a, b) = (pairs[4 * k + half], pairs[4 * k + 2 + half]);
-            fours[4 * k + 2 * half] = _mm512_unpacklo_epi64(a, b);
-            fours[4 * k + 2 * half + 1] = _mm512_unpackhi_epi64(a, b);
-        }
-    }
-    let mut words = fours;
-    for j in 0..4 {
-        let [a, b, c, d] = [fours[j], fours[4 + j], fours[8 + j], fours[12 + j]];
-        let low = [_mm512_shuffle_i32x4::<0x44>(a, b), _mm512_shuffle_i32x4::<0x44>(c, d)];
-        let high = [_mm512_shuffle_i32x4::<0xee>(a, b), _mm512_shuffle_i32x4::<0xee>(c, d)];
-        words[j] = _mm512_shuffle_i32x4::<0x88>(low[0], low[1]);
-        words[4 + j] = _mm512_shuffle_i32x4::<0xdd>(low[0], low[1]);
-        words[8 + j] = _mm512_shuffle_i32x4::<0x88>(high[0], high[1]);
-        words[12 + j] = _mm512_shuffle_i32x4::<0xdd>(high[0], high[1]);
-    }
-    words
 }
