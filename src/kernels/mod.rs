@@ -55,7 +55,7 @@ use quantized::{QuantRow, QuantRowMut};
 pub(crate) const MAX_BATCH: usize = 8;
 
 /// Rows of a batch that one call of any table's integer path takes at most.
-const MAX_INTEGER_BATCH: usize = 16;
+const MAX_INTEGER_BATCH: usize = 32;
 
 /// An instruction set that has a table of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -292,10 +292,15 @@ impl Kernels {
         self.tiles.is_some_and(|kernel| (kernel.takes)(format))
     }
 
-    /// Of the rows of a batch, those that are packed: the others are the last, and few.
+    /// Of the rows of a batch, those that are packed: the others are the last, and few. Behind a single run these would be as
+    /// dear as the run, and all go together.
     fn packed_rows(&self, rows: usize) -> usize {
-        let last = rows % TILE_ROWS;
-        if last <= self.tiles.map_or(TILE_ROWS, |kernel| kernel.few) { rows - last } else { rows }
+        let (runs, last) = (rows / TILE_ROWS, rows % TILE_ROWS);
+        match self.tiles.map_or(TILE_ROWS, |kernel| kernel.few) {
+            few if last > few => rows,
+            few if few > 0 && runs == 1 && last > 0 => 0,
+            _ => rows - last,
+        }
     }
 
     /// The integer path of rows `rows` for all rows of `x`, on this thread, where [`Kernels::takes_tiles`].

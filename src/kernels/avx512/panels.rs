@@ -20,7 +20,7 @@ use crate::kernels::quantized::QuantRow;
 pub(super) const ROWS: usize = 16;
 
 /// Rows of a batch that [`tile`] takes at most. More of them are packed, and meet weights that are not transposed.
-pub(super) const BATCH: usize = 16;
+pub(super) const BATCH: usize = 32;
 
 const _: () = assert!(BATCH <= MAX_INTEGER_BATCH && BATCH.is_multiple_of(8));
 
