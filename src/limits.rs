@@ -21,6 +21,16 @@ pub const MAX_TOP_K: usize = 64;
 pub const MAX_ROWS: usize = 2048;
 /// Rows of a step that attention takes at a time: it reads no expert, and its buffers are the widest that rows have.
 pub const ATTENTION_ROWS: usize = 512;
+/// Every weight, gain of a norm and bias is smaller than this: then whatever the tokens are, nothing that a forward step
+/// makes of them is beyond f32, as the assertions at the end say. What was trained is smaller than 100, and nearly all of it
+/// than 1; a wrong bit in an exponent makes it larger by powers of ten.
+pub const WEIGHT_BELOW: f32 = 1024.0;
+/// Factor on the outputs of chosen experts: published ones are 16 at most.
+pub const MAX_ROUTED_SCALING: f32 = 64.0;
+/// What a norm adds to the mean of squares: of less, a row of zeros would be divided by zero.
+pub const MIN_NORM_EPS: f64 = 1e-30;
+/// Base of the rotations: of less than this, angles grow along a head and become infinite.
+pub const MIN_ROPE_THETA: f64 = 1.0;
 /// Compute threads.
 pub const MAX_THREADS: usize = 1024;
 /// Width of the compressed key-value latent; absorbed attention decodes one such row on the stack.
@@ -117,8 +127,9 @@ pub const GONE_CHECKED_MAX: usize = 64;
 pub const CONVERT_PIECE_BYTES: usize = 8 << 20;
 /// Small tensors that are read together to be looked at.
 pub const FINITE_SPANS_MAX: usize = 6;
-/// Tensors that are named for numbers that are not finite: what is wrong with more of them is wrong with the whole.
-pub const NOT_FINITE_NAMED_MAX: usize = 20;
+/// Tensors that are named for numbers that no weight is, and parts that cannot be read: what is wrong with more of them is
+/// wrong with the whole.
+pub const BAD_NUMBERS_NAMED_MAX: usize = 20;
 /// Such pieces in memory: enough for the drive to be busy while one is encoded.
 pub const AHEAD_SLABS: usize = 6;
 /// Buffers that a shard is read back into once it is written.
@@ -174,3 +185,47 @@ const _: () = assert!(MAX_VOCAB <= u32::MAX as usize);
 const _: () = assert!(MAX_COLUMNS as i64 * 128 * 127 <= i32::MAX as i64);
 const _: () = assert!(MAX_CONTEXT <= u32::MAX as usize);
 const _: () = assert!(0 < PROBE_PAUSE_MIN && PROBE_PAUSE_MIN < PROBE_PAUSE_MAX);
+
+/// How large the numbers of a forward step become, as powers of two, where weights are smaller than [`WEIGHT_BELOW`].
+///
+/// A row over its root mean square is no longer than `sqrt(columns)`, nor is any value of it larger. A product of two
+/// vectors, and each partial sum of it, is no larger than the product of their lengths, and than `columns` times the product
+/// of their largest values; of a matrix, a row is no longer than `sqrt(columns)` times its largest weight. Rounding to f32
+/// adds less than a hundredth to the longest sum, which what is rounded up here covers.
+const _: () = {
+    let gain = log2(WEIGHT_BELOW as usize);
+    // The least code of two bits is -2, and the largest, which is what a scale is made of, 1.
+    let weight = gain + 1;
+    let (hidden, columns, latents) = (log2(MAX_HIDDEN), log2(MAX_COLUMNS), log2(MAX_KV_RANK));
+    // Activations that are rounded to 8 bits have the same largest value, and as rows of a norm at most twice the length.
+    let normed = gain + hidden.div_ceil(2) + 1;
+    let projected = weight + hidden.div_ceil(2) + normed;
+
+    // `down(silu(gate) * up)`; silu makes nothing larger. FP8 codes, of 448 at most, are multiplied before their scale is.
+    let inner = projected + projected;
+    assert!(columns + log2(448) + inner < f32::MAX_EXP as u32);
+    let routed = columns + weight + inner + log2(MAX_TOP_K) + log2(MAX_ROUTED_SCALING as usize);
+    // Every layer adds that much; the shared expert, attention and the embedding are in the last doubling.
+    assert!(routed + log2(MAX_LAYERS) + 1 < f32::MAX_EXP as u32);
+
+    // A rotation adds two products of a sine or cosine.
+    let query = weight + columns.div_ceil(2) + (gain + columns.div_ceil(2) + 1) + 1;
+    let (latent, rotary_key) = (gain + latents.div_ceil(2), projected + 1);
+    let (carried, rebuilt) = (columns + weight + query, latents + weight + latent);
+    assert!(latents + carried + latent < f32::MAX_EXP as u32 && columns + query + rebuilt < f32::MAX_EXP as u32);
+    assert!(log2(MAX_ROPE) + query + rotary_key < f32::MAX_EXP as u32);
+    // Values are summed over positions before they are divided by their number, with shares of 1 at most.
+    assert!(rebuilt <= projected + 1 && log2(MAX_CONTEXT) + projected + 1 < f32::MAX_EXP as u32);
+    assert!(columns + weight + projected + 1 < routed);
+
+    // The indexer's product is divided by the root of its columns, and its sum by that of its heads.
+    let index_key = gain + columns.div_ceil(2) + 2;
+    assert!(columns + query + index_key < f32::MAX_EXP as u32);
+    let scored = columns.div_ceil(2) + query + index_key;
+    assert!(scored + projected + log2(MAX_HEADS).div_ceil(2) < f32::MAX_EXP as u32);
+};
+
+/// The power of two that is no smaller.
+const fn log2(n: usize) -> u32 {
+    usize::BITS - (n - 1).leading_zeros()
+}

@@ -76,7 +76,7 @@ impl ReadAhead {
     }
 
     /// The next piece; its buffer is read into again once it is dropped. While it has not come, `waiting` is asked now
-    /// and then whether to go on.
+    /// and then whether to go on. Behind one that cannot be read comes the one after it.
     pub fn next(&mut self, waiting: &mut dyn FnMut() -> Result<()>) -> Result<Piece> {
         if self.device.is_none() {
             return self.read();
@@ -106,11 +106,11 @@ impl ReadAhead {
         let (Some(plan), Some(mut slab)) = (self.plans.get(self.base), self.pool.take()) else {
             return Err(none_left());
         };
+        self.base += 1;
         for segment in plan.segments.iter() {
             let to = &mut slab.bytes_mut()[segment.at as usize..][..segment.want as usize];
             self.files.read_exact_at(segment.file, segment.offset, to)?;
         }
-        self.base += 1;
         Ok(Piece { slab, places: plan.places.clone() })
     }
 

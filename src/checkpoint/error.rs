@@ -1,7 +1,9 @@
 //! What can be wrong with a checkpoint: values, not prose, so that a caller can show them as it likes.
 
+use super::finite::Shown;
 use super::verify::Damage;
 use crate::kernels::Format;
+use crate::limits::WEIGHT_BELOW;
 use crate::size;
 use millstream_io::IoError;
 use std::io;
@@ -151,11 +153,11 @@ pub enum CheckpointError {
         /// Type and shape the scales would have.
         expected: String,
     },
-    /// A weight that would be kept as it is, is not finite.
+    /// A weight that would be kept as it is, is not finite or too large.
     #[error(transparent)]
-    Spoilt(#[from] super::finite::NotFinite),
-    /// A weight that is not a number, or not finite, cannot be quantized.
-    #[error("{}: tensor {tensor}: row {row}, column {col} is {value}, which cannot be quantized", file.display())]
+    Spoilt(#[from] super::finite::BadNumber),
+    /// A weight that is not finite or too large cannot be quantized.
+    #[error("{}: tensor {tensor}: row {row}, column {col} is {}, which is not quantized{}", file.display(), Shown(*value), if value.is_finite() { format!(": weights are below {WEIGHT_BELOW}") } else { String::new() })]
     NotFinite {
         /// The source shard.
         file: PathBuf,

@@ -269,7 +269,7 @@ Examples:
   millstream doctor -m /models/glm-5.2-int4
   millstream doctor --deep --json -m /models/glm-5.2-int4
 
-What doctor passes runs, unless weights are damaged: those are read with --deep. Exit codes: 0 all well, or warnings only; \
+Without --deep no matrix is read: what doctor passes runs, unless a weight is damaged. What --deep passes runs. Exit codes: 0 all well, or warnings only; \
 1 something fails; 2 usage, a model that is not there included; 130 interrupted.")]
 pub struct DoctorArgs {
     /// Model directory [default: the model that comes with the program]
@@ -278,7 +278,7 @@ pub struct DoctorArgs {
     /// What of the model is quantized while it is loaded.
     #[command(flatten)]
     pub widths: WidthArgs,
-    /// Read the whole model and compare it with its checksums
+    /// Read the whole model: compare it with its checksums, and look at every weight and scale
     #[arg(long)]
     pub deep: bool,
     /// Print one JSON object instead of lines

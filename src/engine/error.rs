@@ -147,11 +147,14 @@ impl EngineError {
         match self {
             // A model that runs has no source to be fetched.
             EngineError::Checkpoint(CheckpointError::NotFinite { .. })
-            | EngineError::Resident(LoadError::NotFinite(_) | LoadError::Checkpoint(CheckpointError::NotFinite { .. }))
-            | EngineError::Forward(ForwardError::NotFinite { .. } | ForwardError::Store(StoreError::Unfit(_)))
-            | EngineError::Sample(_) => Some(
+            | EngineError::Resident(LoadError::BadNumber(_) | LoadError::Checkpoint(CheckpointError::NotFinite { .. }))
+            | EngineError::Forward(ForwardError::Store(StoreError::Unfit(_))) => Some(
+                "this shard is damaged: convert or fetch it again; `millstream doctor --deep -m DIR` lists what else is".into(),
+            ),
+            // Good weights and good arithmetic never come to this: see the assertions of `limits`.
+            EngineError::Forward(ForwardError::NotFinite { .. }) | EngineError::Sample(_) => Some(
                 "weights are damaged or a scale is wrong: `millstream doctor --deep -m DIR` says where; convert or fetch the \
-                 model again"
+                 model again; where it finds nothing, a --mirror or this machine's memory is at fault"
                     .into(),
             ),
             EngineError::Checkpoint(e) | EngineError::Resident(LoadError::Checkpoint(e)) => Some(e.hint().into()),

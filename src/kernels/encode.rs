@@ -1,12 +1,13 @@
 //! Quantizers of weights: symmetric, per row or per group, rounding half to even.
 
 use super::format::{Format, INT3_GROUP, INT3_GROUP_BYTES};
+use crate::limits::WEIGHT_BELOW;
 
 /// Why a row could not be encoded.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 pub enum EncodeError {
-    /// A weight is NaN or infinite.
-    #[error("column {index} is {value}, which no quantized format can hold")]
+    /// A weight is NaN, infinite, or not below [`WEIGHT_BELOW`].
+    #[error("column {index} is {value}, which no quantized format holds")]
     NotFinite {
         /// Column of the weight.
         index: usize,
@@ -52,8 +53,8 @@ pub(super) fn quantized(format: Format, row: &[f32], data: &mut [u8], scales: &m
     };
     assert_eq!(data.len(), format.row_bytes(cols), "bytes of an encoded row");
     assert_eq!(scales.len(), format.scale_count(1, cols), "scales of an encoded row");
-    if largest(row) >= f32::INFINITY.to_bits() {
-        let index = row.iter().position(|w| !w.is_finite()).unwrap_or(0);
+    if largest(row) >= WEIGHT_BELOW.to_bits() {
+        let index = row.iter().position(|w| w.to_bits() & MAGNITUDE >= WEIGHT_BELOW.to_bits()).unwrap_or(0);
         return Err(EncodeError::NotFinite { index, value: row[index] });
     }
     if cols == 0 {

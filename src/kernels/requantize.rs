@@ -134,13 +134,13 @@ mod tests {
         Format::F32,
     ];
 
-    /// Values of many magnitudes, ties, zeros and both signs.
+    /// Values of many magnitudes that weights have, ties, zeros and both signs.
     fn values(count: usize) -> Vec<f32> {
         let value = |i: usize| match i % 7 {
             0 => 0.0,
             1 => ((i * 2_654_435_761) % 4001) as f32 / 7.0 - 285.5,
             2 => -((i % 13) as f32) * 0.5,
-            3 => f32::from_bits(((i * 40_503) % 0x7f80) as u32 * 0x1_0000 % 0x7f00_0000),
+            3 => f32::from_bits(((i * 40_503) % 0x7f80) as u32 * 0x1_0000 % 0x4480_0000),
             _ => (i % 255) as f32 - 127.0,
         };
         (0..count).map(value).collect()

@@ -10,7 +10,7 @@ use millstream_io::{Arena, FileSet, FileSpan, IoError, populate};
 use thiserror::Error;
 
 use crate::checkpoint::convert::{Rows, rows_of};
-use crate::checkpoint::finite::NotFinite;
+use crate::checkpoint::finite::BadNumber;
 use crate::checkpoint::{CheckpointError, MatrixSource};
 use crate::kernels::{Format, Kernels, MatrixSpec};
 use crate::limits::{LOAD_ENCODED_PART_BYTES, LOAD_PART_BYTES, LOAD_WORKERS_MAX, LOAD_WORKERS_MIN};
@@ -33,9 +33,9 @@ pub enum LoadError {
         /// What was asked for.
         asked: Format,
     },
-    /// A norm or bias has a number that is not finite.
+    /// A norm or bias has a number that is not finite or too large.
     #[error(transparent)]
-    NotFinite(#[from] NotFinite),
+    BadNumber(#[from] BadNumber),
     /// Its bytes could not be read.
     #[error("cannot read tensor {tensor}")]
     Read {

@@ -14,10 +14,11 @@ use super::weights::{
 };
 use crate::checkpoint::arch::{Arch, AttentionArch, IndexerKind, LayerArch, MlpKind};
 use crate::checkpoint::convert::Widths;
-use crate::checkpoint::finite::NotFinite;
+use crate::checkpoint::finite::{self, BadNumber};
 use crate::checkpoint::required::Role;
 use crate::checkpoint::{Checkpoint, MatrixSource, Required};
 use crate::kernels::{Kernels, MatrixSpec, WeightRef};
+use crate::limits::WEIGHT_BELOW;
 
 /// All resident weights of a model.
 pub struct Resident {
@@ -284,11 +285,12 @@ impl<'a> Placer<'a> {
             .map_err(|source| LoadError::Read { tensor: name.to_owned(), source })?;
         let mut values = vec![0.0; spec.cols];
         Kernels::best().decode_row(&WeightRef::new(spec, &bytes, &[]), 0, &mut values);
-        let not_finite = |value: &&f32| !value.is_finite();
-        if let Some((index, &value)) = values.iter().enumerate().find(|(_, value)| not_finite(value)) {
-            let others = values[index + 1..].iter().filter(not_finite).count() as u64;
+        let is_bad = |value: &&f32| !finite::is_weight(**value);
+        if let Some((index, &value)) = values.iter().enumerate().find(|(_, value)| is_bad(value)) {
+            let others = values[index + 1..].iter().filter(is_bad).count() as u64;
             let (shard, tensor) = (self.files.path(data.file).to_owned(), name.to_owned());
-            return Err(NotFinite { shard, tensor, row: Some(0), index: index as u64, value, others }.into());
+            let (row, index, below) = (Some(0), index as u64, WEIGHT_BELOW);
+            return Err(BadNumber { shard, tensor, row, index, value, below, others }.into());
         }
         Ok(values)
     }

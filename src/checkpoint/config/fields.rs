@@ -52,6 +52,14 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// A positive number no smaller than `least`.
+    pub fn at_least(&self, field: &str, least: f64) -> Result<f64> {
+        match self.positive(field)? {
+            number if number >= least => Ok(number),
+            number => Err(self.bad(field, &format!("at least {least:?}"), &format!("{number:?}"))),
+        }
+    }
+
     pub fn flag(&self, field: &str) -> Result<bool> {
         match self.get(field) {
             Some(Value::Bool(flag)) => Ok(*flag),

@@ -1,14 +1,14 @@
 //! The family of GLM-5: latent attention with a sparse indexer, leading dense layers, a shared expert, an MTP layer.
 
 use super::fields::{Fields, shown};
-use super::{check_quantization, max_context, rope_theta};
+use super::{check_quantization, max_context, norm_eps, rope_theta};
 use crate::checkpoint::arch::{
     Arch, AttentionArch, Family, IndexerArch, IndexerKind, LatentArch, LayerArch, MlpKind, MoeArch, RopePairs, Scoring,
 };
 use crate::checkpoint::error::Result;
 use crate::limits::{
     MAX_COLUMNS, MAX_CONTEXT, MAX_EXPERTS, MAX_GROUPS, MAX_HEADS, MAX_HIDDEN, MAX_KV_RANK, MAX_LAYERS, MAX_ROPE,
-    MAX_TOP_K, MAX_VOCAB,
+    MAX_ROUTED_SCALING, MAX_TOP_K, MAX_VOCAB,
 };
 use serde_json::Value;
 
@@ -38,7 +38,7 @@ pub(super) fn parse(config: &Fields) -> Result<Arch> {
         attention: AttentionArch::Latent(attention),
         indexer: Some(indexer),
         moe,
-        norm_eps: config.positive("rms_norm_eps")?,
+        norm_eps: norm_eps(config)?,
         rope_theta: rope_theta(config)?,
         rope_pairs: RopePairs::Adjacent,
         max_context: max_context(config)?,
@@ -107,8 +107,9 @@ fn parse_moe(config: &Fields) -> Result<MoeArch> {
     let shared = config.size("n_shared_experts", 0..=MAX_EXPERTS)?;
     config.within("n_shared_experts * moe_intermediate_size", shared * width, MAX_COLUMNS)?;
     let scaling = config.positive("routed_scaling_factor")? as f32;
-    if !scaling.is_normal() {
-        return Err(config.bad("routed_scaling_factor", "a float32", &scaling.to_string()));
+    if !scaling.is_normal() || scaling > MAX_ROUTED_SCALING {
+        let expected = format!("a float32 of at most {MAX_ROUTED_SCALING}");
+        return Err(config.bad("routed_scaling_factor", &expected, &scaling.to_string()));
     }
     Ok(MoeArch {
         experts,

@@ -12,7 +12,7 @@ mod olmoe;
 
 use super::arch::{Arch, Family};
 use super::error::{CheckpointError, Result, io_error, is_there};
-use crate::limits::{MAX_CONTEXT, MAX_SMALL_FILE_BYTES};
+use crate::limits::{MAX_CONTEXT, MAX_SMALL_FILE_BYTES, MIN_NORM_EPS, MIN_ROPE_THETA};
 use fields::{Fields, shown};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -125,6 +125,10 @@ fn max_context(config: &Fields) -> Result<usize> {
     Ok(config.size_or("max_position_embeddings", 1..=usize::MAX, CONTEXT_UNDECLARED)?.min(MAX_CONTEXT))
 }
 
+fn norm_eps(config: &Fields) -> Result<f64> {
+    config.at_least("rms_norm_eps", MIN_NORM_EPS)
+}
+
 fn rope_theta(config: &Fields) -> Result<f64> {
     let parameters = config.child("rope_parameters")?;
     for fields in [parameters.as_ref(), config.child("rope_scaling")?.as_ref()].into_iter().flatten() {
@@ -138,8 +142,8 @@ fn rope_theta(config: &Fields) -> Result<f64> {
         }
     }
     match parameters {
-        Some(fields) if fields.map.contains_key("rope_theta") => fields.positive("rope_theta"),
-        _ if config.map.contains_key("rope_theta") => config.positive("rope_theta"),
+        Some(fields) if fields.map.contains_key("rope_theta") => fields.at_least("rope_theta", MIN_ROPE_THETA),
+        _ if config.map.contains_key("rope_theta") => config.at_least("rope_theta", MIN_ROPE_THETA),
         _ => Err(config.bad(
             "rope_parameters.rope_theta",
             "a number there, or in the older top-level rope_theta",

@@ -1,7 +1,7 @@
 //! The family of OLMoE: full attention with norms over all queries and keys, a softmax router, every layer routed.
 
 use super::fields::Fields;
-use super::{check_quantization, max_context, rope_theta};
+use super::{check_quantization, max_context, norm_eps, rope_theta};
 use crate::checkpoint::arch::{
     Arch, AttentionArch, Family, FullArch, IndexerKind, LayerArch, MlpKind, MoeArch, RopePairs, Scoring,
 };
@@ -23,7 +23,7 @@ pub(super) fn parse(config: &Fields) -> Result<Arch> {
         attention: AttentionArch::Full(parse_attention(config, hidden)?),
         indexer: None,
         moe: parse_moe(config)?,
-        norm_eps: config.positive("rms_norm_eps")?,
+        norm_eps: norm_eps(config)?,
         rope_theta: rope_theta(config)?,
         rope_pairs: RopePairs::Halves,
         max_context: max_context(config)?,

@@ -7,7 +7,7 @@ use crate::checkpoint::Checkpoint;
 use crate::checkpoint::ahead::ReadAhead;
 use crate::checkpoint::container::MatrixSource;
 use crate::checkpoint::error::{CheckpointError, Result};
-use crate::checkpoint::finite::{self, NotFinite};
+use crate::checkpoint::finite::{self, BadNumber};
 use crate::checkpoint::tensors::TensorMap;
 use crate::checkpoint::write::layout::{Item, ShardPlan};
 use crate::checkpoint::write::{self, Proof, Weights};
@@ -96,13 +96,13 @@ impl Weights for Encoder<'_> {
                 self.sums.take(self.source, span, bytes)?;
             }
             self.taken.fetch_add((data.len() + data_scales.len()) as u64, Ordering::Relaxed);
-            // Integers and their scales are made of finite weights only.
+            // Whoever encodes integers looks at what they are made of.
             if (item.target == rows.spec.format || !item.target.is_integer())
                 && let Some(found) = finite::in_rows(rows.spec, [data, data_scales, piece.bytes(2)])
             {
                 let shard = self.source.path(source.data.file).to_owned();
                 let row = found.row.map(|row| row + rows.first as u64);
-                return Err(NotFinite { shard, tensor: item.name.clone(), row, ..found }.into());
+                return Err(BadNumber { shard, tensor: item.name.clone(), row, ..found }.into());
             }
             if item.target == rows.spec.format {
                 put(data)?;
