@@ -505,6 +505,44 @@ fn token_ids_need_no_tokenizer_and_neither_do_commands_that_only_look() {
     refused(&run(&["-p", "x", "-m", model]), 1, &["tokenizer.json", "--ids"]);
 }
 
+/// Ids of the checks of `doctor` that ended so.
+fn checks(arguments: &[&str], status: &str) -> (Vec<String>, Option<i32>, Value) {
+    let output = millstream(&[&["doctor", "--json"], arguments].concat()).output().unwrap();
+    let report = json(&output);
+    let these = report["checks"].as_array().unwrap().iter().filter(|check| check["status"] == status);
+    let ids = these.map(|check| check["id"].as_str().unwrap().to_owned()).collect();
+    (ids, output.status.code(), report)
+}
+
+#[test]
+fn doctor_names_a_missing_small_file_once_and_looks_at_what_needs_none() {
+    let dir = copy_without(&["tokenizer.json"]);
+    let (failed, code, report) = checks(&["-m", dir.path().to_str().unwrap()], "fail");
+    assert_eq!((failed, code), (vec!["tokenizer".to_owned()], Some(1)), "{report}");
+    let (well, ..) = checks(&["-m", dir.path().to_str().unwrap()], "ok");
+    assert!(["tensors", "memory", "files"].iter().all(|id| well.iter().any(|well| well == id)), "{report}");
+    let dir = copy_without(&["config.json"]);
+    let (failed, _, report) = checks(&["-m", dir.path().to_str().unwrap()], "fail");
+    assert_eq!(failed, ["config"], "{report}");
+    assert!(report.to_string().contains("the same command puts them back"), "{report}");
+}
+
+/// Of the model that comes with the program a copy is used, in widths that no flag makes wider again or of 3 bits.
+#[test]
+fn widths_that_the_converted_copy_cannot_have_lead_to_the_original() {
+    let original = format!("-m {}", bundled().display());
+    for command in
+        [&["run", "-p", "x", "-n", "1"][..], &["plan", "--untimed"], &["bench", "-p", "8", "-n", "0", "-r", "1"]]
+    {
+        let output = millstream(&[command, &["--dense-bits", "3"]].concat()).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        assert!(stderr(&output).contains(&original), "{}", stderr(&output));
+    }
+    let (failed, code, report) = checks(&["--dense-bits", "3"], "fail");
+    assert_eq!((failed, code), (vec!["widths".to_owned()], Some(2)), "{report}");
+    assert!(report.to_string().contains(&original), "{report}");
+}
+
 #[test]
 fn a_tokenizer_that_is_none_is_named() {
     for text in ["{}", "", "{\"model\":{\"type\":\"BPE\",\"vocab\":{},\"merges\":[]}}"] {

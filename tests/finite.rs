@@ -348,6 +348,10 @@ fn a_norm_that_is_not_finite_is_refused_by_whoever_reads_it() {
     let (report, code) = doctor(spoilt.path(), &[]);
     let failed = weights(&report, "fail");
     assert!(failed[0].contains(norm) && failed[0].ends_with("column 3 is NaN") && code == Some(1), "{report}");
+    // Once, as what it is: no fault of memory.
+    let checks = report["checks"].as_array().unwrap().iter();
+    let failed: Vec<&Value> = checks.filter(|check| check["status"] == "fail").map(|check| &check["id"]).collect();
+    assert_eq!(failed, ["weights"]);
     for command in [&["run", "--ids", "-p", "1", "-m"][..], &["plan", "-m"]] {
         let home = tempfile::tempdir().unwrap();
         let output = program(home.path()).args(command).arg(spoilt.path()).output().unwrap();

@@ -193,6 +193,16 @@ impl Checkpoint {
     }
 }
 
+/// What the model in `dir` is, by its configuration alone. That this is not there beside weights is told as such.
+pub(crate) fn read_arch(dir: &Path) -> Result<Arch> {
+    let shards = tensors::shard_paths(dir)?.len();
+    if shards > 0 && !is_there(&dir.join(SMALL_FILES[0]))? {
+        let missing = vec![SMALL_FILES[0].to_owned()];
+        return Err(CheckpointError::SmallFilesMissing { dir: dir.to_owned(), missing, shards });
+    }
+    Arch::read(dir)
+}
+
 /// What is wrong with the headers of `dir`, a fault for each shard that has one.
 pub(crate) fn bad_headers(dir: &Path) -> Result<Vec<CheckpointError>> {
     let shards = tensors::shard_paths(dir)?;

@@ -56,7 +56,7 @@ pub fn prepare(args: &RunArgs, machine: &Machine) -> Result<Option<Prepared>, Fa
     }
     let Some(checkpoint) = open_checkpoint(args, &mut config, machine)? else { return Ok(None) };
     let dir = checkpoint.dir.clone();
-    let files = Files { dir: dir.clone(), cached: matches!(config.model, ModelChoice::Bundled(_)) };
+    let files = Files { dir: dir.clone(), model: config.model.clone() };
     let longest = checkpoint.arch.max_context;
     let tokenizer =
         prompt::open_tokenizer(&dir, &checkpoint.arch, args.ids).map_err(|failure| files.blamed(failure))?;
@@ -116,23 +116,25 @@ pub fn open_model(
 pub struct Files {
     /// The directory.
     pub dir: PathBuf,
-    /// They are this program's own copy, and can be made anew.
-    cached: bool,
+    /// What was chosen: of the model that comes with the program they are a copy, which can be made anew.
+    model: ModelChoice,
 }
 
 impl Files {
     /// A failure for which the files are to blame.
     fn blamed(&self, failure: Failure) -> Failure {
-        match self.cached && failure.code == 1 {
-            true => failure.hint(format!("delete the directory {}: the next run makes it anew", self.dir.display())),
-            false => failure,
+        match self.model {
+            ModelChoice::Bundled(_) if failure.code == 1 => {
+                failure.hint(format!("delete the directory {}: the next run makes it anew", self.dir.display()))
+            }
+            _ => failure,
         }
     }
 
     /// A failure of the engine, for which they may be to blame.
     pub fn failure(&self, error: EngineError) -> Failure {
         let blames_files = error.blames_files();
-        let failure = engine_failure(error);
+        let failure = engine_failure_of(error, &self.model);
         if blames_files { self.blamed(failure) } else { failure }
     }
 }
@@ -143,6 +145,20 @@ pub fn engine_failure_as_stored(mut error: EngineError) -> Failure {
         too_small.narrower = None;
     }
     engine_failure(error)
+}
+
+/// As [`engine_failure`]: who chose no model and asks for wider weights than its copy has learns where the original is.
+pub fn engine_failure_of(error: EngineError, model: &ModelChoice) -> Failure {
+    let is_narrower = matches!(error, EngineError::Resident(LoadError::Requantized { .. }));
+    let failure = engine_failure(error);
+    match model {
+        ModelChoice::Bundled(source) if is_narrower => failure.hint(format!(
+            "the model that comes with the program is used as a container of int4 and int8; its original weights take any \
+             width: -m {}",
+            source.display()
+        )),
+        _ => failure,
+    }
 }
 
 /// A failure of the engine: of what was asked for, where that is at fault.

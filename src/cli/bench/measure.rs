@@ -7,8 +7,8 @@ use millstream_io::measure::median;
 
 use super::work::{Part, Rate, Test};
 use crate::cli::cold::Subject;
-use crate::cli::config::RunConfig;
-use crate::cli::job::engine_failure;
+use crate::cli::config::{ModelChoice, RunConfig};
+use crate::cli::job::engine_failure_of;
 use crate::cli::render::Waiting;
 use crate::cli::{Failure, hanging};
 use crate::engine::stats::Stats;
@@ -149,7 +149,10 @@ impl Measure<'_> {
     fn once(&self, engine: &mut Option<Engine>, test: &Test) -> Result<Option<Sample>, Failure> {
         let engine = match engine {
             Some(engine) => engine,
-            None => match self.subject.open(&self.config.engine(self.context), failure)? {
+            None => match self
+                .subject
+                .open(&self.config.engine(self.context), |error| failure(error, &self.config.model))?
+            {
                 Some(opened) => engine.insert(opened),
                 None => return Ok(None),
             },
@@ -160,20 +163,21 @@ impl Measure<'_> {
         let mut routing = Routing::new(engine);
         let stop: &Arc<AtomicBool> = &self.subject.stop;
         let work = |engine: &mut Engine| engine.force(&forced, stop, &mut routing);
-        let (finish, stats, cached) = self.subject.observe(engine, self.how.cold, work).map_err(failure)?;
+        let observed = self.subject.observe(engine, self.how.cold, work);
+        let (finish, stats, cached) = observed.map_err(|error| failure(error, &self.config.model))?;
         Ok((finish != Finish::Interrupted).then_some(Sample { stats, cached, routing: routing.digest }))
     }
 }
 
 /// A failure of the engine. The context follows from the tests; there is no flag for it.
-fn failure(error: EngineError) -> Failure {
+fn failure(error: EngineError, model: &ModelChoice) -> Failure {
     let shorter = match &error {
         EngineError::TooSmall(small) => {
             Some(format!("the smallest --ram that works is {}; shorter tests (-p, -n, -d) need less", small.typed()))
         }
         _ => None,
     };
-    let failure = engine_failure(error);
+    let failure = engine_failure_of(error, model);
     match shorter {
         Some(hint) => failure.hint(hint),
         None => failure,

@@ -16,9 +16,11 @@ use crate::checkpoint::{Checkpoint, ExpertSource};
 use crate::engine::budget::{Budget, TooSmall};
 use crate::engine::{Engine, EngineConfig, EngineError};
 use crate::kernels::{Format, Isa, Kernels};
+use crate::model::load::LoadError;
 
 use super::{Check, Report, Status};
 use crate::cli::config::RunConfig;
+use crate::cli::job::engine_failure_of;
 use crate::cli::machine::Machine;
 use crate::cli::plan::speed;
 use crate::cli::{Failure, render, size};
@@ -77,6 +79,16 @@ pub fn memory(
                 return Some(budget);
             }
             Err(EngineError::TooSmall(error)) => refused = Some((context, error)),
+            // Norms and biases have a line of their own.
+            Err(EngineError::Resident(LoadError::BadNumber(_))) => {
+                report.skip("memory", "needs norms and biases that are numbers: see weights", None);
+                return None;
+            }
+            Err(error @ EngineError::Resident(LoadError::Requantized { .. })) => {
+                report.failure("widths", engine_failure_of(error, &config.model));
+                report.skip("memory", "needs widths that the model can have", None);
+                return None;
+            }
             Err(error) => {
                 report.fail("memory", Failure::of(&error).error, error.hint());
                 return None;

@@ -10,7 +10,7 @@ use crate::model::tokenizer::Tokenizer;
 use super::Report;
 use crate::cli::{Failure, size};
 
-/// The model, where nothing about its files is wrong.
+/// The model, where nothing about its files is wrong but perhaps its tokenizer, without which `run --ids` works.
 pub fn examine(dir: &Path, report: &mut Report) -> Option<Checkpoint> {
     // What is being written has no small files yet, and none is to be put there.
     if let Err(error @ CheckpointError::Unfinished { .. }) = checkpoint::refuse_partial(dir) {
@@ -18,7 +18,7 @@ pub fn examine(dir: &Path, report: &mut Report) -> Option<Checkpoint> {
         report.skip("config", "comes when the last shard is written, with the tokenizer", None);
         return None;
     }
-    let arch = Arch::read(dir).map_err(|error| report.failure("config", failure(&error))).ok();
+    let arch = checkpoint::read_arch(dir).map_err(|error| report.failure("config", failure(&error))).ok();
     if let Some(arch) = &arch {
         let (layers, moe) = (arch.layers.len(), &arch.moe);
         let experts = format!("{} of {} experts a token", moe.top_k, moe.experts);
@@ -35,14 +35,15 @@ pub fn examine(dir: &Path, report: &mut Report) -> Option<Checkpoint> {
         report.skip("tensors", "needs config.json and every header", None);
         return None;
     }
-    let checkpoint = Checkpoint::open(dir).map_err(|error| report.failure("tensors", failure(&error))).ok()?;
+    let checkpoint = Checkpoint::open_without_tokenizer(dir);
+    let checkpoint = checkpoint.map_err(|error| report.failure("tensors", failure(&error))).ok()?;
     let experts = checkpoint.experts.layers.iter().flatten().map(Vec::len).sum::<usize>();
     report.ok("tensors", format!("everything an answer needs, {experts} experts included"));
     for note in checkpoint.notes() {
         report.warn("notes", note, "the model runs without; fetch it again if it should be there");
     }
     mtp(&checkpoint, report);
-    tokenizer.map(|_| checkpoint)
+    Some(checkpoint)
 }
 
 fn failure(error: &CheckpointError) -> Failure {

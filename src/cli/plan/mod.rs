@@ -156,7 +156,8 @@ impl Plan {
         machine: &Machine,
     ) -> Result<Plan, Failure> {
         let engine = config.engine(context);
-        let divided = Engine::divide(checkpoint, &engine).map_err(job::engine_failure)?;
+        let divided =
+            Engine::divide(checkpoint, &engine).map_err(|error| job::engine_failure_of(error, &config.model))?;
         // Experts are timed as they will be read, in one piece or in two.
         let keep_scales = if divided.keeps_scales() { Switch::On } else { Switch::Off };
         let timed_engine = EngineConfig { keep_scales, ..engine.clone() };
