@@ -144,6 +144,7 @@ impl Engine {
             notes.push("experts are stored as narrow as asked, or narrower, and stay".to_owned());
         }
         let kept = table.kept_scales().clone();
+        loaded.announce(plan.bytes() + kept.bytes);
         let (checks, note) = integrity::prepare(config, &checkpoint, &files, &table, device, cancel)?;
         notes.extend(note);
         let sizes: Vec<(usize, usize)> = (table.sizes().iter().zip(&budget.slabs))
@@ -167,7 +168,6 @@ impl Engine {
         }
         // After the slabs: reading the weights fills memory with pages of their files, and leaves none in pieces as large as
         // slabs want.
-        loaded.announce(plan.bytes() + kept.bytes);
         let resident = plan.load(config.threads, cancel, loaded)?;
         if kept.bytes > 0 {
             let piece =
