@@ -73,6 +73,8 @@ pub const MAX_JSON_DEPTH: usize = 200;
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Bytes of the record of a source whose shards are removed: ten times the headers of the largest published model.
 pub const MAX_RECORD_BYTES: u64 = 1 << 30;
+/// Shards that are looked for by the numbers in the names of others.
+pub const MAX_NUMBERED_SHARDS: u32 = 10_000;
 /// Bytes of a tensor's name.
 pub const MAX_NAME_BYTES: usize = 1024;
 /// Dimensions of a tensor.

@@ -338,6 +338,39 @@ fn shards_without_their_small_files_are_named_and_counted() {
     assert_refused(&model, &["config.json and tokenizer.json missing", "2 weight shards"]);
 }
 
+/// Without an index only the names of the others tell.
+#[test]
+fn a_shard_that_is_not_there_is_named_by_the_numbers_of_the_others() {
+    for (name, hint) in [
+        (&(|n: usize| format!("model-{n:05}-of-00004.safetensors")) as &dyn Fn(usize) -> String, "fetch the missing"),
+        (&|n| format!("out-{n:05}.safetensors"), "run the conversion"),
+    ] {
+        let model = Model::tiny();
+        let whole = Shard::read(&model.shard_path());
+        fs::remove_file(model.shard_path()).unwrap();
+        let quarter = whole.tensors.len().div_ceil(4);
+        for (number, tensors) in (1..).zip(whole.tensors.chunks(quarter)) {
+            let shard = Shard { tensors: tensors.to_vec(), ..Shard::default() };
+            shard.write(&model.path().join(name(number)));
+        }
+        Checkpoint::open(model.path()).unwrap();
+        fs::remove_file(model.path().join(name(3))).unwrap();
+        let error = refusal(&model);
+        assert!(error.to_string().ends_with(&format!("; {} is not there", name(3))), "{error}");
+        assert!(error.hint().starts_with(hint), "{}", error.hint());
+    }
+}
+
+#[test]
+fn padding_has_no_name_that_a_message_shows() {
+    let model = Model::tiny();
+    model.edit_shard(|shard| shard.tensors.push(Tensor::new("__pad__model.7", "U8", &[64], vec![0; 64])));
+    let bytes = fs::metadata(model.shard_path()).unwrap().len();
+    fs::File::options().write(true).open(model.shard_path()).unwrap().set_len(bytes - 1).unwrap();
+    assert_refused(&model, &["file is cut short", "the end of its padding"]);
+    assert!(!refusal(&model).to_string().contains("__pad__"));
+}
+
 #[test]
 fn no_shards_at_all() {
     let model = Model::tiny();

@@ -193,7 +193,7 @@ fn a_source_is_not_removed_where_what_was_made_from_it_is_damaged_and_part_of_it
     assert!(error.to_string().contains("out-00003.safetensors"), "{error}");
     assert_eq!(shards(src.path()).len(), 1);
     // What the hint says works.
-    assert!(error.hint().contains("fetch what it was made from again, remove it"), "{}", error.hint());
+    assert!(error.hint().contains("fetch again what it was made from, remove the damaged shard"), "{}", error.hint());
     shards_of(&copy).for_each(survivor);
     fs::remove_file(&victim).unwrap();
     quietly(src.path(), dst.path(), &options()).unwrap();
@@ -278,7 +278,7 @@ fn a_resumed_conversion_finds_what_is_damaged_and_cannot_be_made_again() {
             let CheckpointError::Damaged { file, gone, .. } = &error else { panic!("{error}") };
             assert_eq!(file, &victim);
             assert!(!gone.is_empty() && gone.iter().all(|name| !left.contains_key(name)), "{error}");
-            assert!(error.hint().contains("fetch what it was made from again"), "{}", error.hint());
+            assert!(error.hint().contains("fetch again what it was made from"), "{}", error.hint());
             assert_eq!((&shards(src.path()), shards(dst.path()).len()), (&left, done), "nothing else happens");
         }
         // A whole copy in its place is one way on.
@@ -435,7 +435,10 @@ fn a_consumed_source_is_neither_taken_for_another_nor_for_a_damaged_one() {
     let dst = quick_dir();
     stop_below(src.path(), dst.path(), 4);
     // Another destination would need what is gone.
-    let error = quietly(src.path(), quick_dir().path(), &ConvertOptions::default()).unwrap_err();
+    let place = quick_dir();
+    let other = place.path().join("other");
+    let error = quietly(src.path(), &other, &ConvertOptions::default()).unwrap_err();
+    assert!(error.hint().starts_with("continue the conversion") && !other.exists(), "{}", error.hint());
     let CheckpointError::SourceGone { gone, into, .. } = &error else { panic!("{error}") };
     assert!(gone.iter().all(|name| copy.contains_key(name)) && *into == fs::canonicalize(dst.path()).unwrap());
     // Other parameters do not go on where these stopped: both are shown.
@@ -462,6 +465,16 @@ fn a_consumed_source_is_neither_taken_for_another_nor_for_a_damaged_one() {
     let unconsumed = quick_dir();
     copy.iter().for_each(|(name, bytes)| fs::write(unconsumed.path().join(name), bytes).unwrap());
     assert_same_files(dst.path(), &whole(unconsumed.path()));
+    // A shard of the container that is lost after that is made by what it was made from, and by nothing else.
+    let lost = shards(dst.path()).into_keys().next().unwrap();
+    let bytes = fs::read(dst.path().join(&lost)).unwrap();
+    fs::remove_file(dst.path().join(&lost)).unwrap();
+    let error = quietly(src.path(), dst.path(), &options()).unwrap_err();
+    let CheckpointError::SourceGone { gone, .. } = &error else { panic!("{error}") };
+    assert!(error.hint().starts_with("fetch again what is gone"), "{}", error.hint());
+    gone.iter().for_each(|name| fs::write(src.path().join(name), &copy[name]).unwrap());
+    quietly(src.path(), dst.path(), &options()).unwrap();
+    assert!(fs::read(dst.path().join(&lost)).unwrap() == bytes);
 }
 
 #[test]

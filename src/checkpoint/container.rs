@@ -107,6 +107,7 @@ impl TensorMap {
             tensor: name.to_owned(),
             expected: shape(),
             shards: self.paths().len(),
+            absent: self.absent(),
         })
     }
 

@@ -104,7 +104,7 @@ pub enum CheckpointError {
         found: Option<PathBuf>,
     },
     /// A tensor the model needs is in no shard, nor in the index.
-    #[error("tensor {tensor} does not exist in this checkpoint: none of the {shards} shard{} of {} holds it (expected {expected})", if *shards == 1 { "" } else { "s" }, dir.display())]
+    #[error("tensor {tensor} does not exist in this checkpoint: none of the {shards} shard{} of {} holds it (expected {expected}){}", if *shards == 1 { "" } else { "s" }, dir.display(), not_there(absent))]
     TensorMissing {
         /// Model directory.
         dir: PathBuf,
@@ -114,6 +114,8 @@ pub enum CheckpointError {
         expected: String,
         /// How many shards were searched.
         shards: usize,
+        /// Names of shards that are not there, by the numbers of those that are.
+        absent: Vec<String>,
     },
     /// A tensor has a type, shape or size that the configuration contradicts.
     #[error("{}: tensor {tensor}: {what}: expected {expected}, found {found}", file.display())]
@@ -237,6 +239,8 @@ pub enum CheckpointError {
         gone: Vec<String>,
         /// What was made from them.
         into: PathBuf,
+        /// Whether that is where the shard is to be written, and was, and is not there any more.
+        is_here: bool,
     },
     /// The shards of the source cannot be removed, and were to be.
     #[error("cannot remove shards from {}: {source}", dir.display())]
@@ -372,6 +376,11 @@ pub(crate) fn io_error<'a>(
 
 fn tensor_prefix(tensor: &Option<String>) -> String {
     tensor.as_ref().map(|name| format!("tensor {name}: ")).unwrap_or_default()
+}
+
+fn not_there(absent: &[String]) -> String {
+    let verb = if absent.len() == 1 { "is" } else { "are" };
+    if absent.is_empty() { String::new() } else { format!("; {} {verb} not there", shown(absent)) }
 }
 
 fn made_from(gone: &[String]) -> String {

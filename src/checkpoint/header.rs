@@ -4,7 +4,7 @@
 //! start of the data. Tensors cover the data exactly: no overlap, no hole, nothing after the last one.
 
 use super::error::{CheckpointError, Result, io_error};
-use super::tensors::{Dtype, TensorInfo};
+use super::tensors::{Dtype, PAD_PREFIX, TensorInfo};
 use crate::limits::{MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_NAME_BYTES};
 use millstream_io::FileId;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
@@ -127,7 +127,7 @@ fn check_coverage(path: &Path, data_start: u64, file_bytes: u64, tensors: &[(Str
         if tensor.offset != end {
             let overlap = tensor.offset < end;
             let what = if overlap { "data overlaps another tensor" } else { "hole before data" };
-            let expected = format!("to begin at byte {end}, the end of {previous}");
+            let expected = format!("to begin at byte {end}, the end of {}", shown(previous));
             return Err(fault(path, Some(name), what, expected, format!("byte {}", tensor.offset)));
         }
         end += tensor.bytes;
@@ -137,7 +137,7 @@ fn check_coverage(path: &Path, data_start: u64, file_bytes: u64, tensors: &[(Str
         return Ok(());
     }
     let what = if end > file_bytes { "file is cut short" } else { "bytes after the last tensor" };
-    let expected = format!("{end} bytes, the end of {previous}");
+    let expected = format!("{end} bytes, the end of {}", shown(previous));
     Err(fault(path, None, what, expected, format!("{file_bytes} bytes")))
 }
 
@@ -152,8 +152,13 @@ fn parse_stamps(path: &Path, metadata: &HashMap<String, String>) -> Result<HashM
 }
 
 fn fault(path: &Path, tensor: Option<&str>, what: &'static str, expected: String, found: String) -> CheckpointError {
-    let tensor = tensor.map(clip);
+    let tensor = tensor.map(shown);
     CheckpointError::Header { file: path.to_owned(), tensor, what, expected, found }
+}
+
+/// A tensor's name as a message may show it; of what fills the room between tensors nobody knows the name.
+fn shown(name: &str) -> String {
+    if name.starts_with(PAD_PREFIX) { "its padding".to_owned() } else { clip(name) }
 }
 
 /// Text of an untrusted file as a message may show it: of bounded length, control characters escaped.

@@ -4,6 +4,11 @@ use super::error::{CheckpointError, Way};
 use millstream_io::IoError;
 use std::io;
 
+/// What to do about a shard of a container that is not there.
+const MADE_AGAIN: &str = "run the conversion that made the container again: it makes the shards that are missing, of a source that has what they were made from (fetch again what --delete-source removed); or fetch them where the container was fetched";
+/// And about one of another checkpoint.
+const FETCHED: &str = "fetch the missing shards; where `synth` made the model, make it again";
+
 impl CheckpointError {
     /// One line on what to do about it.
     pub fn hint(&self) -> &'static str {
@@ -13,7 +18,7 @@ impl CheckpointError {
                 "give the directory that holds the *.safetensors files of the model"
             }
             CheckpointError::SmallFilesMissing { .. } => {
-                "copy the small JSON files of the same checkpoint beside the shards"
+                "copy the small JSON files of the same checkpoint beside the shards; where a conversion made these, the same command puts them back"
             }
             CheckpointError::Unfinished { .. } => "run the command that wrote it again: it continues where it stopped",
             CheckpointError::Config { field, found, .. } => config_hint(field, found),
@@ -21,18 +26,24 @@ impl CheckpointError {
                 "the shard is damaged or incomplete: remove it and run the conversion that made it again, which makes what is missing; or fetch it again where the container was fetched"
             }
             CheckpointError::Header { .. } => {
-                "the shard is damaged or incomplete: fetch it again and compare its checksum"
+                "the shard is damaged or incomplete: fetch it again and compare its checksum; where `synth` made the model, remove it and make the model again"
             }
             CheckpointError::Duplicate { .. } => {
                 "two checkpoints are mixed in one directory: move the shards that do not belong"
             }
             CheckpointError::ShardsMissing { missing, .. } if missing.iter().all(|shard| is_made_here(shard)) => {
-                "run the conversion that made the container again: it makes the shards that are missing; or fetch them where the container was fetched"
+                MADE_AGAIN
             }
-            CheckpointError::ShardsMissing { .. } => "fetch the missing shards",
+            CheckpointError::ShardsMissing { .. } => FETCHED,
             CheckpointError::IndexDiffers { .. } => {
                 "shard and index come from different uploads: fetch both again, or remove the index if the shards are right"
             }
+            CheckpointError::TensorMissing { absent, .. }
+                if !absent.is_empty() && absent.iter().all(|shard| is_made_here(shard)) =>
+            {
+                MADE_AGAIN
+            }
+            CheckpointError::TensorMissing { absent, .. } if !absent.is_empty() => FETCHED,
             CheckpointError::TensorMissing { .. } => "a shard is missing, or config.json belongs to another model",
             CheckpointError::Tensor { what: "format", .. } => {
                 "config.json, the map colibri.fmt in the shard's metadata and the tensor's sizes do not agree: fetch config.json and the shard again, or take the entry out of the map if the sizes are right"
@@ -45,9 +56,11 @@ impl CheckpointError {
             }
             CheckpointError::OnlySource { .. } => "make a container of it with millstream convert, and run that",
             CheckpointError::Spoilt(_) => {
-                "the source is damaged: fetch it again; nothing is made of what no model could run with, and nothing was removed for this shard"
+                "the source is damaged: fetch it again, or make it again where `synth` did; nothing is made of what no model could run with, and nothing was removed for this shard"
             }
-            CheckpointError::NotFinite { .. } => "the source shard is damaged: fetch it again",
+            CheckpointError::NotFinite { .. } => {
+                "the source shard is damaged: fetch it again, or make it again where `synth` did"
+            }
             CheckpointError::Quantized { .. } => {
                 "give --repack to keep every weight and change only the layout, or convert the checkpoint that this was made from"
             }
@@ -69,8 +82,11 @@ impl CheckpointError {
             CheckpointError::Consumed { .. } => {
                 "give the directory that it was converted into; if that is not finished, the same conversion continues; where the whole model was fetched again, remove .millstream-consumed.json"
             }
+            CheckpointError::SourceGone { is_here: true, .. } => {
+                "fetch again what is gone, into the directory that it was removed from, and give the same command: nothing else makes this shard again"
+            }
             CheckpointError::SourceGone { .. } => {
-                "continue the conversion that removed them, into its own destination, or fetch them again"
+                "continue the conversion that removed them, into its own destination; or fetch again what is gone"
             }
             CheckpointError::SourceKept { source, .. } if is_full(source.kind()) => {
                 "leave --delete-source out, or free some space there: what the shards were is recorded before they go"
@@ -91,7 +107,7 @@ impl CheckpointError {
                 "if it was made by this conversion, remove it and convert again with the same flags, which makes it anew; check the drive's health (dmesg)"
             }
             CheckpointError::Damaged { .. } => {
-                "put a whole copy of it in its place, or fetch what it was made from again, remove it and convert again with the same flags; check the drive's health (dmesg)"
+                "put a whole copy of the damaged shard in its place; or fetch again what it was made from, remove the damaged shard, and convert again with the same flags; check the drive's health (dmesg)"
             }
             CheckpointError::Record { .. } => {
                 "it told what the removed shards were: put a whole copy in its place, or fetch those shards again and remove it; then the same conversion goes on"
@@ -192,7 +208,7 @@ mod tests {
         let of =
             |shard: &str| CheckpointError::ShardsMissing { index: "m".into(), missing: vec![shard.to_owned()] }.hint();
         assert!(of("out-00003.safetensors").starts_with("run the conversion"));
-        assert_eq!(of("model-00003-of-00004.safetensors"), "fetch the missing shards");
+        assert!(of("model-00003-of-00004.safetensors").starts_with("fetch the missing shards"));
     }
 
     #[test]

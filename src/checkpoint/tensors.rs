@@ -4,7 +4,7 @@ use super::error::{CheckpointError, Result, io_error};
 use super::header::{self, Header};
 use super::index;
 use super::names::NameMap;
-use crate::limits::{HEADER_SHARDS_MIN, HEADER_THREADS_MAX};
+use crate::limits::{HEADER_SHARDS_MIN, HEADER_THREADS_MAX, MAX_NUMBERED_SHARDS};
 use millstream_io::{FileId, FileSpan};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 
 /// Tensors of this prefix only fill space between others.
 pub const PAD_PREFIX: &str = "__pad__";
+/// Digits of the number in a shard's name.
+const NUMBER_DIGITS: usize = 5;
 
 /// Headers of shards by file name, each with the length of its file.
 pub(crate) type Headers = BTreeMap<String, (u64, String)>;
@@ -218,6 +220,30 @@ impl TensorMap {
     /// `__metadata__` of a shard.
     pub fn metadata(&self, file: FileId) -> &HashMap<String, String> {
         &self.metadata[file.0 as usize]
+    }
+
+    /// Names of shards that are not there, where the others are numbered: those between two that are, and up to the number
+    /// of all where names have it.
+    pub(crate) fn absent(&self) -> Vec<String> {
+        let names = self.paths.iter().map(|path| path.file_name()?.to_str()?.strip_suffix(".safetensors"));
+        let numbered = |name: Option<&str>| {
+            let name = name?;
+            let (counted, of) = name.split_once("-of-").map_or((name, None), |(counted, of)| (counted, Some(of)));
+            let (kind, number) = counted.rsplit_once('-').filter(|(_, number)| number.len() == NUMBER_DIGITS)?;
+            Some((number.parse::<u32>().ok()?, kind.to_owned(), of.map(str::to_owned)))
+        };
+        let Some(numbers) = names.map(numbered).collect::<Option<Vec<_>>>() else { return Vec::new() };
+        let is_one_series = numbers.windows(2).all(|two| (&two[0].1, &two[0].2) == (&two[1].1, &two[1].2));
+        let (Some((first, kind, of)), Some((last, ..))) = (numbers.first(), numbers.last()) else { return Vec::new() };
+        let (first, last) = match of.as_ref().map(|of| of.parse::<u32>().unwrap_or(*last)) {
+            // Numbered from 1, or from 0.
+            Some(all) => ((*first).min(1), all.min(MAX_NUMBERED_SHARDS).saturating_sub(u32::from(*first == 0))),
+            None => (*first, *last),
+        };
+        let of = of.as_ref().map_or_else(String::new, |of| format!("-of-{of}"));
+        let is_here = |number: &u32| numbers.iter().any(|(here, ..)| here == number);
+        let absent = (first..=last).filter(|number| is_one_series && !is_here(number));
+        absent.map(|number| format!("{kind}-{number:0NUMBER_DIGITS$}{of}.safetensors")).collect()
     }
 
     /// The format a container's metadata names for a tensor.

@@ -24,6 +24,7 @@ use millstream_io::FileId;
 use source::{Consume, Source};
 use stamps::{STAMPS_NAME, Stamps};
 use std::collections::BTreeSet;
+use std::fs;
 use std::path::Path;
 use weights::{Earlier, Encoder};
 
@@ -190,6 +191,22 @@ fn convert_source(
     options: &ConvertOptions,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<ConvertReport> {
+    let was_there = is_there(dst)?;
+    let made = make(checkpoint, record, dst, options, progress);
+    if made.is_err() && !was_there {
+        // Only where it is empty: a directory that nothing came of is no model to be looked at.
+        let _ = fs::remove_dir(dst);
+    }
+    made
+}
+
+fn make(
+    checkpoint: &Checkpoint,
+    record: Option<Record>,
+    dst: &Path,
+    options: &ConvertOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<ConvertReport> {
     // What removes the source as it goes says so itself.
     if !options.delete_source {
         refuse_itself(&checkpoint.dir, dst)?;
@@ -226,10 +243,11 @@ fn convert_source(
     };
     let writing = Writing::prepare(dst, contents, options.free_bytes, progress).map_err(|error| context.tell(error))?;
     source.check_whole(&writing, &needs)?;
-    let proofs = stamped_proofs(&source, &writing, &needs, consume.as_ref())?;
+    // What cannot be removed ends it before anything is left in the destination.
     if consume.is_some() {
         source.remember(dst)?;
     }
+    let proofs = stamped_proofs(&source, &writing, &needs, consume.as_ref())?;
     let mut encoder = Encoder::new(checkpoint, Earlier { proofs, gone: context.gone }, consume, kernels)?;
     let report = writing.run(&mut encoder, options.cancel.as_ref(), progress)?;
     if options.delete_source {

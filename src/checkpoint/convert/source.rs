@@ -98,7 +98,8 @@ impl<'a> Source<'a> {
             let gone = all[number].clone();
             if !gone.is_empty() {
                 let (dir, into) = (self.checkpoint.dir.clone(), record.into.clone());
-                return Err(CheckpointError::SourceGone { dir, shard: shard.to_owned(), gone, into });
+                let is_here = fs::canonicalize(writing.destination().dir()).is_ok_and(|here| here == into);
+                return Err(CheckpointError::SourceGone { dir, shard: shard.to_owned(), gone, into, is_here });
             }
         }
         Ok(())

@@ -99,6 +99,15 @@ impl Destination {
             None => millstream_io::free_bytes(&self.dir).map_err(io_error("ask the free space of", &self.dir))?,
         };
         if shard_bytes > 0 && needed > available {
+            // Where nothing can be written, room is not what is wanting.
+            let trial = self.temporary("room");
+            let tried = File::create(&trial).and_then(|_| fs::remove_file(&trial));
+            let forbidden = [ErrorKind::ReadOnlyFilesystem, ErrorKind::PermissionDenied];
+            if let Err(refused) = tried
+                && forbidden.contains(&refused.kind())
+            {
+                return Err(io_error("write", &trial)(refused));
+            }
             return Err(CheckpointError::NoSpace { dir: self.dir.clone(), needed, available });
         }
         Ok(())

@@ -116,7 +116,7 @@ fn line(checked: Checked, seconds: f64) -> String {
 
 fn shown(damage: Damage) -> Check {
     let hint = match &damage.fault {
-        Fault::Differs { .. } => "fetch this shard again, or remove it and run the conversion that made it again; and check the drive and the memory".to_owned(),
+        Fault::Differs { .. } => "fetch this shard again, or remove it and run the command that made it again (convert, synth); and check the drive and the memory".to_owned(),
         Fault::Unreadable(error) => error.hint().unwrap_or_else(|| "check `dmesg` and copy the file again".to_owned()),
     };
     let detail = damage.to_string();
