@@ -1,4 +1,4 @@
-//! Memory for slabs and weights: zeroed, 2 MiB-aligned, on huge pages where the machine has them, faulted in at once.
+//! Memory for slabs and weights: zeroed, aligned, on huge pages where the machine has them, faulted in at once.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -79,7 +79,8 @@ pub struct ArenaReport {
     pub note: Option<String>,
 }
 
-/// Zeroed memory, 2 MiB-aligned, faulted in before it is handed out, with unmapped guards on both sides.
+/// Zeroed memory, 2 MiB-aligned or, where it is smaller, to its own size rounded up to a power of two, faulted in before it is
+/// handed out, with guards on both sides.
 pub struct Arena {
     base: NonNull<u8>,
     bytes: usize,
@@ -212,17 +213,28 @@ impl Arena {
     }
 
     fn anonymous(bytes: usize, asked: Pages) -> Result<Arena, IoError> {
-        // One huge page of slack to align, and at least a page of guard on each side, so that no neighbour merges
-        // with the mapping and the report counts only its own pages.
-        let mapping_bytes = bytes + 2 * HUGE_PAGE_BYTES;
+        // Slack to align: a huge page, or what the whole arena is aligned to where it is smaller. And a page of guard on
+        // each side, so that no neighbour merges with the mapping and the report counts only its own pages.
+        let align = bytes.next_power_of_two().min(HUGE_PAGE_BYTES);
+        let slack = align + PAGE_BYTES;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let refused = |errno| IoError::Memory { bytes: bytes as u64, errno };
-        let mapping = map(mapping_bytes, libc::PROT_NONE, flags).map_err(refused)?;
-        let start = mapping.as_ptr() as usize;
-        let skip = (start + PAGE_BYTES).next_multiple_of(HUGE_PAGE_BYTES) - start;
-        debug_assert!(skip + bytes < mapping_bytes);
-        // SAFETY: `skip + bytes` is below `mapping_bytes`, so the address stays inside the mapping.
-        let base = unsafe { mapping.add(skip) };
+        let whole = map(bytes + slack, libc::PROT_NONE, flags).map_err(refused)?;
+        let start = whole.as_ptr() as usize;
+        let before = (start + PAGE_BYTES).next_multiple_of(align) - PAGE_BYTES - start;
+        // What is left of the slack is given back: address space may be limited.
+        let mapping_bytes = bytes + 2 * PAGE_BYTES;
+        let after = bytes + slack - before - mapping_bytes;
+        // SAFETY: `before + mapping_bytes + after` are the bytes of the mapping, so the address stays inside it.
+        let mapping = unsafe { whole.add(before) };
+        // SAFETY: as above.
+        let base = unsafe { mapping.add(PAGE_BYTES) };
+        // SAFETY: as above.
+        let end = unsafe { mapping.add(mapping_bytes) };
+        // SAFETY: the range was just mapped by this function, and nobody has an address inside it.
+        unsafe { unmap(whole, before) };
+        // SAFETY: as above.
+        unsafe { unmap(end, after) };
         let arena = Arena { base, bytes, mapping, mapping_bytes, hugetlb: false, asked };
         // SAFETY: the range was just mapped by this function and nobody else knows it.
         let rc = unsafe { libc::mprotect(base.as_ptr().cast(), bytes, libc::PROT_READ | libc::PROT_WRITE) };
@@ -295,8 +307,7 @@ impl Drop for Arena {
     fn drop(&mut self) {
         // SAFETY: the mapping was made by `map` with this size; slabs and devices hold an `Arc` of the pool, so no
         // borrower and no read in flight is left when the last owner drops it.
-        let rc = unsafe { libc::munmap(self.mapping.as_ptr().cast(), self.mapping_bytes) };
-        debug_assert_eq!(rc, 0, "munmap of {} bytes", self.mapping_bytes);
+        unsafe { unmap(self.mapping, self.mapping_bytes) };
     }
 }
 
@@ -313,6 +324,18 @@ fn map(bytes: usize, protection: i32, flags: i32) -> Result<NonNull<u8>, Errno> 
         return Err(Errno::last());
     }
     NonNull::new(address.cast()).ok_or(Errno(libc::ENOMEM))
+}
+
+/// Unmaps a mapping made by [`map`], or an end of one.
+///
+/// # Safety
+/// The range is of such a mapping, and nobody uses an address inside it any more.
+unsafe fn unmap(address: NonNull<u8>, bytes: usize) {
+    if bytes > 0 {
+        // SAFETY: the caller keeps the contract.
+        let rc = unsafe { libc::munmap(address.as_ptr().cast(), bytes) };
+        debug_assert_eq!(rc, 0, "munmap of {bytes} bytes");
+    }
 }
 
 fn available_threads() -> usize {
