@@ -393,15 +393,6 @@ pub fn populate(memory: &mut [u8]) -> Result<(), IoError> {
     }
 }
 
-/// From now on threads of this process allocate from one heap, where the C library would give each its own.
-pub fn share_heap() {
-    // SAFETY: it sets a number that the allocator reads before it makes another heap.
-    #[cfg(target_env = "gnu")]
-    unsafe {
-        libc::mallopt(libc::M_ARENA_MAX, 1);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

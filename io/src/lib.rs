@@ -35,6 +35,7 @@ pub mod device;
 mod drive;
 pub mod error;
 pub mod file;
+mod heap;
 pub mod limits;
 pub mod measure;
 pub mod plan;
@@ -44,7 +45,7 @@ pub mod space;
 pub mod write;
 
 pub use access::{Access, IoMode};
-pub use arena::{Arena, ArenaReport, PageKind, Pages, populate, share_heap};
+pub use arena::{Arena, ArenaReport, PageKind, Pages, populate};
 pub use block::{BlockDevice, BlockQueue, DiskCounters};
 pub use device::sim::{SimConfig, SimFault, sim_device};
 pub use device::throttle::{ThrottleConfig, throttled};
@@ -55,6 +56,7 @@ pub use device::{
 pub use drive::{DriveStats, Mirror};
 pub use error::{Errno, IoError, ReadRange};
 pub use file::{FileId, FileSet};
+pub use heap::{Heap, share_heap};
 pub use limits::MAX_SEGMENTS;
 pub use plan::{FileSpan, Place, Segment, Segments, SlabLayout, layout};
 pub use pool::{Slab, SlabPool};
