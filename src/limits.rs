@@ -157,8 +157,9 @@ pub const PROGRAM_REST_BYTES: u64 = 8 << 20;
 pub const THREAD_BYTES: u64 = 128 << 10;
 /// A tokenizer in memory takes so many times the bytes of its file.
 pub const TOKENIZER_TIMES: u64 = 8;
-/// What a tensor takes in the index of a checkpoint: its name, its place, its share of the table.
-pub const TENSOR_INDEX_BYTES: u64 = 256;
+/// What a tensor takes in the index of a checkpoint: its name, its place, its share of a table that may be half empty, and
+/// for every second one the same of the format it is stamped with.
+pub const TENSOR_INDEX_BYTES: u64 = 416;
 /// What the cache keeps of an expert beside its slab, for each size of slabs: where it is, how often it was chosen, what a
 /// policy knows of it.
 pub const EXPERT_RECORD_BYTES: u64 = 128;
