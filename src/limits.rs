@@ -155,11 +155,17 @@ pub const MAX_TRACE_BYTES: u64 = 1 << 30;
 pub const PROGRAM_REST_BYTES: u64 = 8 << 20;
 /// What a compute thread holds: the part of its stack that it uses, and the allocator's spare of its own.
 pub const THREAD_BYTES: u64 = 128 << 10;
+/// Address space that a thread takes, whatever it uses: its stack, with its guard and that of signals.
+pub const THREAD_SPACE_BYTES: u64 = (2 << 20) + (64 << 10);
+/// Threads besides those that compute and those that read: of the ring, of the line that shows progress, and one to spare.
+pub const THREADS_BESIDES: usize = 3;
 /// A tokenizer in memory takes so many times the bytes of its file.
 pub const TOKENIZER_TIMES: u64 = 8;
 /// What a tensor takes in the index of a checkpoint: its name, its place, its share of a table that may be half empty, and
 /// for every second one the same of the format it is stamped with.
 pub const TENSOR_INDEX_BYTES: u64 = 416;
+/// What the heap keeps mapped of what reading a tensor's header took.
+pub const TENSOR_UNHELD_BYTES: u64 = 192;
 /// What the cache keeps of an expert beside its slab, for each size of slabs: where it is, how often it was chosen, what a
 /// policy knows of it.
 pub const EXPERT_RECORD_BYTES: u64 = 128;

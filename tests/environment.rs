@@ -398,40 +398,63 @@ fn an_ordinary_user_without_a_home_or_a_network_converts_and_runs() {
     assert!(!text(&output.stderr).contains("first use"), "{}", text(&output.stderr));
 }
 
+/// A run of the program in which `limited`, a resource, has `kib`; none where so little is left that no program starts.
+fn within(limited: libc::__rlimit_resource_t, kib: u64, io: &str, model: &Path, args: &[&str]) -> Option<Output> {
+    let limit = libc::rlimit { rlim_cur: kib << 10, rlim_max: kib << 10 };
+    let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
+    command.args(args).arg("-m").arg(model).env("XDG_STATE_HOME", "/dev/null/nowhere");
+    forget_settings(&mut command);
+    // With many cores little is left of the others.
+    command.env("MILLSTREAM_THREADS", "2").env("MILLSTREAM_IO", io);
+    // SAFETY: the limit outlives the call.
+    let output = changed(command, move || check(unsafe { libc::setrlimit(limited, &raw const limit) })).unwrap();
+    // The loader's own exit code, or the kernel's signal.
+    let started = output.status.code().is_some_and(|code| code != 127) || output.status.signal() == Some(libc::SIGABRT);
+    started.then_some(output)
+}
+
 #[test]
-fn under_a_limit_on_the_address_space_what_doctor_passes_runs() {
+fn under_a_limit_on_what_may_be_mapped_what_doctor_passes_runs_and_nothing_aborts() {
     let own = TempDir::new().unwrap();
     let model = own.path().join("model");
     let mut synth = Command::new(env!("CARGO_BIN_EXE_millstream"));
     // More experts than memory is allowed for them, so that all of it is taken.
     let made = synth.args(["synth", "-q", "--preset", "small", "--experts", "1024"]).arg(&model).output().unwrap();
     assert!(made.status.success(), "{}", text(&made.stderr));
-    let within = |megabytes: u64, args: &[&str]| {
-        let limit = libc::rlimit { rlim_cur: megabytes << 20, rlim_max: megabytes << 20 };
-        let mut command = Command::new(env!("CARGO_BIN_EXE_millstream"));
-        command.args(args).arg("-m").arg(&model).env("XDG_STATE_HOME", "/dev/null/nowhere");
-        forget_settings(&mut command);
-        // SAFETY: the limit outlives the call.
-        let output = changed(command, move || check(unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const limit) }));
-        output.unwrap()
+    let run_args = ["run", "--raw", "-p", "x", "-n", "1"];
+    let agree = |limited, kib, io: &str| {
+        let doctor = within(limited, kib, io, &model, &["doctor"])?;
+        let run = within(limited, kib, io, &model, &run_args)?;
+        let runs = run.status.code() == Some(0);
+        let said = format!("{}{}", text(&run.stderr), text(&doctor.stdout));
+        assert_eq!(run.status.code(), Some(i32::from(!runs)), "{kib} KiB, {io}: {said}");
+        assert_eq!(doctor.status.code(), Some(i32::from(!runs)), "{kib} KiB, {io}: {said}");
+        Some(run)
     };
-    let mut passed = Vec::new();
-    for megabytes in [40, 64, 100, 160, 200, 300, 2000] {
-        // What does not fit is refused, and ends nothing that looks only.
-        for command in ["info", "plan", "census"] {
-            let output = within(megabytes, &[command]);
-            let said = text(&output.stderr);
-            let refused = output.status.code() == Some(1) && said.contains("error: ") && said.contains("hint: ");
-            assert!(output.status.success() || refused, "{command}, {megabytes} MiB: {said}");
+    for (limited, set_by) in [(libc::RLIMIT_AS, "ulimit -v"), (libc::RLIMIT_DATA, "ulimit -d")] {
+        let mut least = None;
+        for kib in (14..90).step_by(4).chain([100, 160, 300, 2000]).map(|megabytes| megabytes << 10) {
+            // What does not fit is refused, and ends nothing that looks only.
+            for command in ["info", "plan", "census"] {
+                let Some(output) = within(limited, kib, "auto", &model, &[command]) else { continue };
+                let said = text(&output.stderr);
+                let refused = output.status.code() == Some(1) && said.contains("error: ") && said.contains("hint: ");
+                assert!(output.status.success() || refused, "{command}, {kib} KiB: {said}");
+            }
+            let Some(run) = agree(limited, kib, "auto") else { continue };
+            let said = text(&run.stderr).to_owned();
+            assert!(run.status.success() || said.contains(set_by), "{kib} KiB: {said}");
+            // A run that is refused for its memory names a limit under which it runs.
+            if let Some((_, rest)) = said.split_once(&format!("`{set_by} ")) {
+                least = rest.split('`').next().and_then(|kib| kib.parse::<u64>().ok());
+            }
         }
-        let doctor = within(megabytes, &["doctor"]);
-        let run = within(megabytes, &["run", "--raw", "-p", "x", "-n", "1"]);
-        let (runs, said) = (run.status.code() == Some(0), text(&run.stderr));
-        assert_eq!(doctor.status.code(), Some(i32::from(!runs)), "{megabytes} MiB: {said}{}", text(&doctor.stdout));
-        passed.extend(runs.then_some(megabytes));
+        let least = least.unwrap_or_else(|| panic!("{set_by}: no limit was named"));
+        assert!(agree(limited, least, "auto").is_some_and(|run| run.status.success()), "{least} KiB");
+        agree(limited, 2_000 << 10, "mmap");
+        agree(limited, 100 << 10, "mmap");
+        agree(limited, 100 << 10, "buffered");
     }
-    // With many cores little is left of the others.
-    assert!(passed.contains(&2000), "{passed:?}");
 }
 
 /// How often `path` is opened while `work` is done, by whomever.

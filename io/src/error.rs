@@ -175,7 +175,7 @@ impl IoError {
             IoError::Changed { .. } => "do not write to the files of a running model; start again",
             IoError::NotACopy { .. } => "copy the file again",
             IoError::Memory { .. } => {
-                "lower the memory budget (--ram), or raise `ulimit -v` or the cgroup's memory.max"
+                "raise `ulimit -v` or the cgroup's memory.max, or free memory; a run takes less with a lower --ram"
             }
             IoError::RingRefused { remedy, .. } => return Some(remedy.clone()),
             IoError::Start { errno, .. } if errno.kind() == ErrnoKind::Again => {

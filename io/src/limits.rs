@@ -46,6 +46,8 @@ pub const QUEUE_READS_MAX: usize = 65536;
 pub const READER_THREADS: usize = 4;
 /// Most reader threads.
 pub const READER_THREADS_MAX: usize = 64;
+/// Stack of one, which makes calls and nothing else: all of it counts where address space is limited.
+pub const READER_STACK_BYTES: usize = 256 << 10;
 /// System calls one request may take before it is given up, whatever the reason each fell short.
 pub const ATTEMPTS_MAX: u32 = 64;
 /// `EAGAIN`s one request may meet.

@@ -153,7 +153,8 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         mirrors,
         verify_seed: sampling.seed,
         timeline: args.timeline.is_some(),
-        ..EngineConfig::new(machine.memory.available)
+        space: machine.memory.space,
+        ..EngineConfig::new(machine.memory.shared)
     };
     engine.widths = decide_widths(&args.engine.widths, &mut settings)?;
     engine.kv_bits = args.engine.widths.kv_bits.unwrap_or_default();

@@ -91,7 +91,7 @@ impl<'a> Info<'a> {
             access: files.as_ref().map(|files| files.access(FileId(0)).to_string()).map_err(ToString::to_string),
             free_bytes: free_bytes(&checkpoint.dir).ok(),
         };
-        let ring = files.as_ref().ok().map(|files| try_ring(files).map_err(|error| error.to_string()));
+        let ring = files.as_ref().ok().map(|files| try_ring(machine, files).map_err(|error| error.to_string()));
         let census = Census::take(checkpoint).map_err(failed)?;
         let vendor = vendor_name(&checkpoint.dir).map_err(failed)?;
         Ok(Info { checkpoint, machine, name: config.model.name(), vendor, census, budget, disk, ring })

@@ -4,6 +4,7 @@
 //! unknown, never an error: a container may hide any of it.
 
 mod kernel;
+mod space;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -11,15 +12,12 @@ use std::io::IsTerminal;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crate::engine::budget::default_total;
+use crate::engine::space::Space;
 pub use kernel::KernelFacts;
 
 /// Limits at or above this are the kernel's way of saying there is none.
 const UNLIMITED: u64 = 1 << 60;
-
-/// Address space that a thread takes, whatever it uses: its stack, and the heap of the first that wants one.
-const THREAD_SPACE_BYTES: u64 = 4 << 20;
-/// Threads besides those that compute, and arenas that begin and end at whole huge pages.
-const SPACE_BESIDES_BYTES: u64 = 32 << 20;
 
 /// The machine as this process finds it.
 #[derive(Clone, Debug)]
@@ -47,6 +45,10 @@ pub struct Memory {
     pub total: u64,
     /// What can still be had without anybody being killed; 0 when unknown.
     pub available: u64,
+    /// As much of that as others may take too: what the machine and its control groups have, whatever this process may map.
+    pub shared: u64,
+    /// What this process may map, where that is limited.
+    pub space: Option<Space>,
     /// Whether `available` could be told.
     pub known: bool,
     /// Where `available` comes from, for people.
@@ -57,8 +59,15 @@ pub struct Memory {
 
 /// Where address space is limited, threads share a heap: by default each maps 64 MiB for its own, which nothing uses.
 pub fn spare_address_space(machine: &Machine) {
-    if address_room(&machine.root, machine.cores).is_some() {
+    if machine.memory.space.is_some() {
         millstream_io::share_heap();
+    }
+}
+
+impl Memory {
+    /// What a run uses at most where nothing is said.
+    pub fn usable(&self) -> u64 {
+        default_total(self.shared).min(self.space.map_or(u64::MAX, |space| space.left))
     }
 }
 
@@ -76,7 +85,7 @@ impl Machine {
         let cpu = field(&cpuinfo, "model name").or_else(|| field(&cpuinfo, "Model")).unwrap_or("unknown").to_owned();
         let kernel = read(&root.join("proc/sys/kernel/osrelease")).trim().to_owned();
         let uid = std::fs::metadata(root.join("proc/self")).map_or(0, |meta| meta.uid());
-        Machine { cpu, cores, memory: read_memory(root, cores), kernel, uid, temp, environment, root: root.to_owned() }
+        Machine { cpu, cores, memory: read_memory(root), kernel, uid, temp, environment, root: root.to_owned() }
     }
 
     /// An environment variable; empty counts as absent.
@@ -138,7 +147,7 @@ impl Machine {
 
     /// Bytes of the program's file, all of which comes into memory as it is used.
     pub fn program_bytes(&self) -> u64 {
-        std::env::current_exe().and_then(std::fs::metadata).map_or(0, |meta| meta.len())
+        program_bytes()
     }
 
     /// Where the programs' own files are: beside the executable and above it.
@@ -148,34 +157,31 @@ impl Machine {
     }
 }
 
-fn read_memory(root: &Path, cores: usize) -> Memory {
+fn read_memory(root: &Path) -> Memory {
     let meminfo = read(&root.join("proc/meminfo"));
     let total = kilobytes(&meminfo, "MemTotal").unwrap_or(0);
     let told = kilobytes(&meminfo, "MemAvailable").or_else(|| kilobytes(&meminfo, "MemFree"));
-    let whole = Memory {
+    let machine = Memory {
         total,
         available: told.unwrap_or(0),
+        shared: told.unwrap_or(0),
+        space: space::of_process(root),
         known: told.is_some(),
         source: "memory available on the machine".into(),
         limited: false,
     };
-    match [cgroup_room(root), address_room(root, cores)].into_iter().flatten().min() {
+    let shared = match cgroup_room(root) {
         Some((room, source)) if told.is_none_or(|free| room < free) => {
-            Memory { available: room, known: true, source, limited: true, ..whole }
+            Memory { available: room, shared: room, known: true, source, limited: true, ..machine }
         }
-        _ => whole,
+        _ => machine,
+    };
+    match shared.space {
+        Some(space) if shared.known && space.left < shared.available => {
+            Memory { available: space.left, source: space::name(&space), limited: true, ..shared }
+        }
+        _ => shared,
     }
-}
-
-/// What the limit on this process's address space leaves of it. Memory that is used is mapped first, so that no more than
-/// this can be had; threads and arenas map more than they use.
-fn address_room(root: &Path, cores: usize) -> Option<(u64, String)> {
-    let limits = read(&root.join("proc/self/limits"));
-    let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
-    let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
-    let mapped = kilobytes(&read(&root.join("proc/self/status")), "VmSize").unwrap_or(0);
-    let besides = cores as u64 * THREAD_SPACE_BYTES + SPACE_BESIDES_BYTES;
-    Some((limit.saturating_sub(mapped + besides), "limit on the address space (ulimit -v)".to_owned()))
 }
 
 /// The least room any limit on this process's control group, or on one above it, leaves.
@@ -289,6 +295,10 @@ fn unescape(text: &str) -> PathBuf {
     out.into()
 }
 
+fn program_bytes() -> u64 {
+    std::env::current_exe().and_then(std::fs::metadata).map_or(0, |meta| meta.len())
+}
+
 fn read(path: &Path) -> String {
     std::fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
 }
@@ -312,7 +322,7 @@ mod tests {
     const NO_LIMIT_V1: &str = "9223372036854771712\n";
 
     /// A machine of 24 GB with the files given.
-    fn memory(files: &[(&str, &str)]) -> Memory {
+    pub(super) fn memory(files: &[(&str, &str)]) -> Memory {
         let root = tempfile::tempdir().unwrap();
         for (name, text) in [("proc/meminfo", MEMINFO)].iter().chain(files) {
             let path = root.path().join(name);
@@ -322,7 +332,7 @@ mod tests {
         Machine::read(root.path(), 2, "/tmp".into(), BTreeMap::new()).memory
     }
 
-    const MOUNT_V2: (&str, &str) = (
+    pub(super) const MOUNT_V2: (&str, &str) = (
         "proc/self/mountinfo",
         "22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw\n30 22 0:26 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw\n",
     );
@@ -421,27 +431,6 @@ mod tests {
     fn a_limit_above_what_is_there_does_not_count() {
         let memory = memory(&[MOUNT_V2, ("proc/self/cgroup", "0::/\n"), ("sys/fs/cgroup/memory.max", "99000000000\n")]);
         assert_eq!(memory.available, 20_000_000 * 1024);
-    }
-
-    #[test]
-    fn a_limit_on_the_address_space_counts_without_what_is_mapped_already_and_what_threads_map() {
-        let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
-                      Max address space         3072000000           unlimited            bytes     \n";
-        let status = ("proc/self/status", "VmPeak:\t  400000 kB\nVmSize:\t  250000 kB\n");
-        let limited = memory(&[("proc/self/limits", limits), status]);
-        // Two cores, and what is mapped besides.
-        assert_eq!(limited.available, 3_072_000_000 - 256_000_000 - (2 * 4 + 32) * 1_048_576);
-        assert!(limited.limited && limited.source.contains("ulimit -v"), "{}", limited.source);
-        let unlimited = limits.replace("3072000000", "unlimited ");
-        assert!(!memory(&[("proc/self/limits", &unlimited), status]).limited);
-        // The tighter of two limits counts.
-        let group = [
-            MOUNT_V2,
-            ("proc/self/cgroup", "0::/\n"),
-            ("sys/fs/cgroup/memory.max", "1000000000\n"),
-            ("proc/self/limits", limits),
-        ];
-        assert_eq!(memory(&group).available, 1_000_000_000);
     }
 
     #[test]

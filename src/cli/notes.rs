@@ -15,8 +15,14 @@ pub fn on_machine(config: &RunConfig, machine: &Machine) -> Vec<String> {
     let memory = &machine.memory;
     let room = size::show(memory.available);
     let mut notes = Vec::new();
+    let most = memory.space.map_or(memory.available, |space| space.most(0).min(memory.shared));
     match config.ram {
-        Some(ram) if memory.known && ram > memory.available => notes.push(format!(
+        Some(ram) if memory.known && ram > most && most < memory.shared => notes.push(format!(
+            "{} of memory are allowed, and the {} leaves {room}: that is what counts",
+            size::show(ram),
+            memory.source
+        )),
+        Some(ram) if memory.known && ram > most => notes.push(format!(
             "{} of memory are allowed and {room} are available ({}): the system may swap, or end the program",
             size::show(ram),
             memory.source

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::space::Space;
 use crate::limits::MIN_SLABS;
 
 /// Share of the available memory that is used when nothing was said.
@@ -67,10 +68,21 @@ impl Slabs {
 pub struct TooSmall {
     /// The division with as few slabs as work; its total is what may be used.
     pub least: Box<Budget>,
-    /// Whether it is the user who allows no more, and not the machine.
-    pub by_user: bool,
+    /// What allows no more.
+    pub bound: Bound,
     /// What quantizing weights while they are loaded would save, where it would.
     pub narrower: Option<Narrower>,
+}
+
+/// What says how much memory may be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bound {
+    /// The user.
+    User,
+    /// What the machine and its control group have left.
+    Machine,
+    /// A limit on what this process may map.
+    Space(Space),
 }
 
 /// Resident weights that could take less memory.
@@ -98,6 +110,12 @@ impl TooSmall {
         self.least.fixed() + self.least.experts()
     }
 
+    /// What to do where it is `space` that allows no more.
+    pub fn raised(&self, space: &Space) -> String {
+        let least = space.raised(self.needed().saturating_sub(self.least.total));
+        format!("this process may map no more: `{} {least}` and above works", space.set_by)
+    }
+
     /// Least bytes that work, rounded up, as they are typed.
     pub fn typed(&self) -> String {
         let tenths = self.needed().div_ceil(100_000);
@@ -112,6 +130,10 @@ pub struct Demand<'a> {
     pub ram: Option<u64>,
     /// Bytes the machine and its control group have left.
     pub available: u64,
+    /// What this process may map, where that is limited.
+    pub space: Option<Space>,
+    /// What is mapped and takes no memory.
+    pub unheld: u64,
     /// The program itself, its tokenizer, and what it knows of the model.
     pub program: u64,
     /// Weights that stay in memory.
@@ -135,6 +157,19 @@ pub struct Demand<'a> {
 }
 
 impl Demand<'_> {
+    /// What may be used in all, and what says so.
+    fn allowed(&self) -> (u64, Bound) {
+        let (total, bound) = match self.ram {
+            Some(ram) => (ram, Bound::User),
+            None => (default_total(self.available), Bound::Machine),
+        };
+        // Nobody but this process takes of it, so that no share is left to others.
+        match self.space.map(|space| (space.most(self.unheld), Bound::Space(space))) {
+            Some((most, space)) if most < total => (most, space),
+            _ => (total, bound),
+        }
+    }
+
     /// The budget with so many slabs of each size, as far as there are experts for them; its total is what that takes.
     fn with_slabs(&self, count: u64) -> Budget {
         let budget = Budget {
@@ -176,14 +211,10 @@ impl Demand<'_> {
 impl Budget {
     /// Gives the expert pool what is left of the total after everything else.
     pub fn divide(d: &Demand) -> Result<Budget, TooSmall> {
-        let total = d.ram.unwrap_or(default_total(d.available));
+        let (total, bound) = d.allowed();
         let least = d.with_slabs(MIN_SLABS as u64);
         let Some(spare) = total.checked_sub(least.total) else {
-            return Err(TooSmall {
-                least: Box::new(Budget { total, ..least }),
-                by_user: d.ram.is_some(),
-                narrower: None,
-            });
+            return Err(TooSmall { least: Box::new(Budget { total, ..least }), bound, narrower: None });
         };
         let page_cache = PAGE_CACHE_RESERVE_BYTES.min(d.buffered).min(spare / 2);
         let slabs = d.share(total - least.fixed() - page_cache);
@@ -278,6 +309,8 @@ mod tests {
     const DEMAND: Demand = Demand {
         ram: Some(1000),
         available: 100_000,
+        space: None,
+        unheld: 0,
         program: 50,
         resident: 350,
         saved: 0,
@@ -365,10 +398,27 @@ mod tests {
     #[test]
     fn too_small_says_what_is_needed() {
         let refused = Budget::divide(&Demand { ram: Some(619), ..DEMAND }).unwrap_err();
-        assert_eq!((refused.needed(), refused.least.total, refused.by_user), (620, 619, true));
+        assert_eq!((refused.needed(), refused.least.total, refused.bound), (620, 619, Bound::User));
         assert_eq!(Budget::divide(&Demand { ram: Some(620), ..DEMAND }).unwrap().slots(), 1);
         let refused = Budget::divide(&Demand { ram: None, available: 700, ..DEMAND }).unwrap_err();
-        assert_eq!((refused.needed(), refused.least.total, refused.by_user), (620, 595, false));
+        assert_eq!((refused.needed(), refused.least.total, refused.bound), (620, 595, Bound::Machine));
+    }
+
+    #[test]
+    fn what_may_be_mapped_bounds_what_may_be_used_whoever_allows_more() {
+        // Of the 50 of the program 40 are mapped, and 700 more may be, 130 of them for what holds nothing.
+        let space = Space { set_by: "ulimit -v", limit: 1000, left: 700, program: 40, of_files: true };
+        let limited = Demand { space: Some(space), unheld: 130, ..DEMAND };
+        for demand in [Demand { ram: None, ..limited }, Demand { ram: Some(5000), ..limited }] {
+            let refused = Budget::divide(&demand).unwrap_err();
+            assert_eq!((refused.needed(), refused.least.total, refused.bound), (620, 610, Bound::Space(space)));
+            let unheld = 120;
+            assert_eq!(Budget::divide(&Demand { unheld, ..demand }).map(|b| (b.total, b.slots())), Ok((620, 1)));
+        }
+        let refused = Budget::divide(&Demand { ram: Some(609), ..limited }).unwrap_err();
+        assert_eq!(refused.bound, Bound::User);
+        let wide = Demand { space: Some(Space { left: 1 << 40, ..space }), ram: None, ..limited };
+        assert_eq!(Budget::divide(&wide).unwrap().total, 85_000);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use millstream_io::{DEPTH_AUTO, DeviceKind, IoMode};
 
 use super::EngineError;
+use super::space::Space;
 use super::switches::{Switch, Switches};
 use crate::checkpoint::convert::Widths;
 use crate::forward::KvBits;
@@ -110,6 +111,8 @@ pub struct EngineConfig {
     pub memory: Memory,
     /// Bytes the machine and its control group have left.
     pub available_bytes: u64,
+    /// What this process may map, where that is limited.
+    pub space: Option<Space>,
     /// What the process holds besides what an engine makes: the program, its tokenizer, its threads' stacks.
     pub program_bytes: u64,
     /// Compute threads, the caller included.
@@ -171,6 +174,7 @@ impl EngineConfig {
             kv_bits: KvBits::default(),
             memory: Memory::Total(None),
             available_bytes,
+            space: None,
             program_bytes: 0,
             threads: 1,
             context: None,

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use millstream_io::{Access, FileId, FileSet, SlabPool, settle};
+use millstream_io::{Access, FileId, FileSet, IoMode, SlabPool, settle};
 
 use super::budget::{Budget, Demand, Narrower, Slabs, TooSmall};
 use super::config::{DEFAULT_PREFILL_ROWS, Memory};
 use super::sampler::Sampler;
+use super::space::unheld;
 use super::{EngineConfig, EngineError, context_of, experts, forms_of, rows, scales, sparse_of};
 use crate::checkpoint::convert::{Width, Widths};
 use crate::checkpoint::{Checkpoint, ExpertSource, mirror};
@@ -99,7 +100,9 @@ impl<'a> Divided<'a> {
 
     /// How `ram` bytes would be divided.
     pub fn of_ram(&self, ram: u64) -> Result<Budget, EngineError> {
-        let (parts, memory) = (self.parts(), Memory::Total(Some(ram)));
+        // Where there is other memory there are other limits.
+        let config = EngineConfig { space: None, ..self.config.clone() };
+        let (parts, memory) = (Parts { config: &config, ..self.parts() }, Memory::Total(Some(ram)));
         // Scales that lie beside their weights come with them, however much there is.
         if !self.keeps_scales() && !self.table.is_scattered() {
             let least = parts.with_table(memory, parts.least_rows(), &self.table)?;
@@ -211,6 +214,8 @@ impl Parts<'_> {
         Demand {
             ram: None,
             available: config.available_bytes,
+            space: config.space,
+            unheld: self.unheld(),
             program: config.program_bytes,
             resident: plan.bytes() as u64,
             saved: plan.stored_bytes().saturating_sub(plan.bytes()) as u64,
@@ -222,6 +227,14 @@ impl Parts<'_> {
             buffered: cached_bytes(self.files),
             experts: &[],
         }
+    }
+
+    /// What is mapped and takes no memory.
+    fn unheld(&self) -> u64 {
+        let Parts { config, files, .. } = *self;
+        let counts = config.space.is_some_and(|space| space.of_files) && files.mode() == IoMode::Mmap;
+        let mapped = files.entries().filter(|_| counts).map(|file| files.len_bytes(file)).sum();
+        unheld(config.threads, files.drives(), self.checkpoint.tensors.len(), mapped)
     }
 }
 

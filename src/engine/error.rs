@@ -3,7 +3,7 @@
 use millstream_io::IoError;
 use thiserror::Error;
 
-use super::budget::TooSmall;
+use super::budget::{Bound, TooSmall};
 use super::sampler::{SampleError, SamplingError};
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::mirror::MirrorError;
@@ -184,15 +184,18 @@ impl EngineError {
             ),
             EngineError::TooSmall(e) => {
                 let less = e.narrower.map_or_else(String::new, |narrower| format!("; {narrower}"));
-                Some(match e.by_user {
-                    true => format!(
+                Some(match e.bound {
+                    Bound::User => format!(
                         "the smallest --ram that works is {}; a shorter context (-c) needs less{less}",
                         e.typed()
                     ),
-                    false => format!(
+                    Bound::Machine => format!(
                         "free memory, or shorten the context with -c; the smallest --ram that works is {}{less}",
                         e.typed()
                     ),
+                    Bound::Space(space) => {
+                        format!("{}; a shorter context (-c) needs less{less}", e.raised(&space))
+                    }
                 })
             }
             EngineError::NoIsa(isa) => {

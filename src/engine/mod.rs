@@ -15,6 +15,7 @@ pub mod quality;
 mod rows;
 pub mod sampler;
 mod scales;
+pub mod space;
 pub mod stats;
 pub mod stop;
 mod switches;

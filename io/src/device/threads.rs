@@ -11,7 +11,7 @@ use crate::device::schedule::{Issue, Limits, Schedule};
 use crate::device::{Device, DeviceConfig, DeviceReport, requests_max};
 use crate::error::{Errno, IoError};
 use crate::file::FileSet;
-use crate::limits::{DRIVES_MAX, THREAD_CHUNK_BYTES};
+use crate::limits::{DRIVES_MAX, READER_STACK_BYTES, THREAD_CHUNK_BYTES};
 use crate::pool::SlabPool;
 
 /// How the threads of a device read.
@@ -76,7 +76,8 @@ pub(crate) fn start(
     let mut hosted = Hosted::new(Arc::clone(&shared), Waker::Condvar, Vec::with_capacity(threads), report);
     for index in 0..threads {
         let (shared, calls) = (Arc::clone(&shared), Arc::clone(&calls));
-        let thread = std::thread::Builder::new().name(format!("read-{index}")).spawn(move || {
+        let reader = std::thread::Builder::new().name(format!("read-{index}")).stack_size(READER_STACK_BYTES);
+        let thread = reader.spawn(move || {
             let guard = DeathWatch(&shared);
             serve(&shared, &*calls);
             std::mem::forget(guard);

@@ -231,7 +231,7 @@ impl FileSet {
     }
 
     /// The files and their copies.
-    pub(crate) fn entries(&self) -> impl Iterator<Item = FileId> + use<> {
+    pub fn entries(&self) -> impl Iterator<Item = FileId> + use<> {
         (0..self.files.len() as u32).map(FileId)
     }
 

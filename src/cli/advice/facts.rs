@@ -4,7 +4,6 @@ use crate::cli::args::RunArgs;
 use crate::cli::config::Setting;
 use crate::cli::job::Prepared;
 use crate::cli::machine::Machine;
-use crate::engine::budget::default_total;
 use crate::engine::stats::{OverlapStats, Stats, Verdict};
 use crate::engine::{Activations, Dsa, Switch};
 
@@ -52,7 +51,7 @@ impl Known {
         let integers =
             experts.iter().all(|expert| expert.gate.scales.is_some() && expert.gate.spec.format.is_integer());
         Known {
-            budget_most: default_total(machine.memory.available),
+            budget_most: machine.memory.usable(),
             cores: machine.cores,
             tuned: config.settings.iter().any(is_tuned),
             reading_flags: given.iter().filter(|(_, given)| *given).map(|(name, _)| *name).collect(),

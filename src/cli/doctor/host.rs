@@ -4,16 +4,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use millstream_io::limits::HUGE_PAGE_BYTES;
+use millstream_io::limits::{HUGE_PAGE_BYTES, PAGE_BYTES};
 use millstream_io::{
-    Access, BlockDevice, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoError, PageKind, Priority, Read,
-    SlabPool, Wait, layout, leave, open_device,
+    Access, BlockDevice, DeviceConfig, DeviceKind, FileId, FileSet, FileSpan, IoError, IoMode, PageKind, Priority,
+    Read, SlabPool, Wait, layout, leave, open_device,
 };
 
 use serde_json::json;
 
 use crate::checkpoint::{Checkpoint, ExpertSource};
-use crate::engine::budget::{Budget, TooSmall};
+use crate::engine::budget::{Bound, Budget, TooSmall};
 use crate::engine::{Engine, EngineConfig, EngineError};
 use crate::kernels::{Format, Isa, Kernels};
 use crate::model::load::LoadError;
@@ -27,6 +27,8 @@ use crate::cli::{Failure, render, size};
 
 /// Buffers that try out pages and the ring: a few slabs of a large model.
 const TRIAL_BYTES: usize = 32 << 20;
+/// Of what this process may map where that is limited, they take one part in so many.
+const TRIAL_PART_OF_SPACE: u64 = 16;
 /// In so many pieces for the ring, which registers as many of them as may be locked.
 const TRIAL_PIECES: usize = 16;
 /// What the kernel counts of locked memory besides the slabs: the whole of the huge pages that they begin and end in.
@@ -37,12 +39,19 @@ const TRIAL_WAIT: Duration = Duration::from_secs(30);
 /// A token that reads for longer than this is no conversation.
 const SLOW_TOKEN_S: f64 = 30.0;
 
+/// Bytes of buffers to try out, in whole pieces: less where this process may map little, since `run` has no such buffers.
+fn trial_bytes(machine: &Machine) -> usize {
+    let room = machine.memory.space.map_or(u64::MAX, |space| space.left / TRIAL_PART_OF_SPACE);
+    let piece = usize::try_from(room).map_or(TRIAL_BYTES, |room| room.min(TRIAL_BYTES)) / TRIAL_PIECES;
+    (piece / PAGE_BYTES).max(1) * PAGE_BYTES * TRIAL_PIECES
+}
+
 /// Processor, and the pages that buffers get.
 pub fn pages(machine: &Machine, report: &mut Report) {
     let amx = Kernels::why_missing(Isa::Amx).map_or_else(String::new, |why| format!(" (no amx: {why})"));
     report.ok("cpu", format!("{}, {} cores, {} kernels{amx}", machine.cpu, machine.cores, Kernels::best().isa));
     let mode = machine.transparent_huge_pages();
-    let pages = match SlabPool::new(TRIAL_BYTES, 1) {
+    let pages = match SlabPool::new(trial_bytes(machine), 1) {
         Ok(pool) => pool.report(),
         Err(error) => return report.fail("huge-pages", error.to_string(), error.hint()),
     };
@@ -59,21 +68,25 @@ pub fn pages(machine: &Machine, report: &mut Report) {
 }
 
 /// Contexts that are tried where the usual one does not fit; the last is the shortest that `run` makes.
-const SHORTER: [usize; 3] = [1024, 256, 64];
+const SHORTER: [usize; 3] = [1024, 256, SHORTEST];
+const SHORTEST: usize = 64;
 
-/// How memory would be divided with the settings of `run`, in the longest context that it has by itself, or in a shorter one:
-/// only what does not fit at all fails.
+/// How memory would be divided with the settings of `run`, in the longest context that it has by itself, or in a shorter one,
+/// at last for a prompt as short as a greeting, of so many tokens: only what does not fit at all fails.
 pub fn memory(
     machine: &Machine,
     checkpoint: &Checkpoint,
     config: &RunConfig,
-    longest: usize,
+    (longest, greeting): (usize, usize),
     report: &mut Report,
 ) -> Option<Budget> {
-    let plan = |context| Engine::plan(checkpoint, &config.engine(context));
+    let mut short = config.clone();
+    short.prompt_has(greeting);
+    let shorter = SHORTER.into_iter().filter(|shorter| *shorter < longest).map(|context| (context, config));
     let mut refused = None;
-    for context in std::iter::once(longest).chain(SHORTER.into_iter().filter(|shorter| *shorter < longest)) {
-        match plan(context) {
+    for (context, config) in std::iter::once((longest, config)).chain(shorter).chain([(SHORTEST.min(longest), &short)])
+    {
+        match Engine::plan(checkpoint, &config.engine(context)) {
             Ok(budget) => {
                 divided(machine, checkpoint, &budget, context, refused, report);
                 return Some(budget);
@@ -97,7 +110,10 @@ pub fn memory(
     }
     let (_, error) = refused?;
     let less = error.narrower.map_or_else(String::new, |narrower| format!("; {narrower}"));
-    let hint = format!("free memory, or allow more: a short `run` works with --ram {}{less}", error.typed());
+    let hint = match &error.bound {
+        Bound::Space(space) => format!("{}, for a short `run`{less}", error.raised(space)),
+        _ => format!("free memory, or allow more: a short `run` works with --ram {}{less}", error.typed()),
+    };
     report.fail("memory", error.to_string(), Some(hint));
     None
 }
@@ -252,13 +268,19 @@ fn placement(machine: &Machine, checkpoint: &Checkpoint, report: &mut Report) {
 }
 
 /// The verdict on io_uring, by opening one and reading with it.
-pub fn ring(files: &Arc<FileSet>, engine: &EngineConfig, report: &mut Report) {
+pub fn ring(machine: &Machine, files: &Arc<FileSet>, engine: &EngineConfig, report: &mut Report) {
     if engine.device == DeviceKind::Threads {
         return report.skip("io_uring", "reader threads are asked for", None);
     }
-    match try_ring(files) {
+    if files.mode() == IoMode::Mmap {
+        return match try_device(machine, files, DeviceKind::Mmap) {
+            Ok(_) => report.skip("io_uring", "mapped files are asked for, which threads read", None),
+            Err(error) => report.fail("io_uring", error.to_string(), error.hint()),
+        };
+    }
+    match try_ring(machine, files) {
         Ok(registered) => {
-            let (registered, all) = (size::show(registered), size::show(TRIAL_BYTES as u64));
+            let (registered, all) = (size::show(registered), size::show(trial_bytes(machine) as u64));
             report.ok("io_uring", format!("works; {registered} of {all} of trial buffers registered"));
         }
         Err(error) if engine.device == DeviceKind::Uring => {
@@ -273,9 +295,14 @@ pub fn ring(files: &Arc<FileSet>, engine: &EngineConfig, report: &mut Report) {
 }
 
 /// Opens a ring and reads with it; the bytes the kernel registered.
-pub fn try_ring(files: &Arc<FileSet>) -> Result<u64, IoError> {
-    let pool = SlabPool::new(TRIAL_BYTES / TRIAL_PIECES, TRIAL_PIECES)?;
-    let config = DeviceConfig { kind: DeviceKind::Uring, ..DeviceConfig::default() };
+pub fn try_ring(machine: &Machine, files: &Arc<FileSet>) -> Result<u64, IoError> {
+    try_device(machine, files, DeviceKind::Uring)
+}
+
+/// Opens a device and reads with it; the bytes the kernel registered.
+fn try_device(machine: &Machine, files: &Arc<FileSet>, kind: DeviceKind) -> Result<u64, IoError> {
+    let pool = SlabPool::new(trial_bytes(machine) / TRIAL_PIECES, TRIAL_PIECES)?;
+    let config = DeviceConfig { kind, ..DeviceConfig::default() };
     let mut device = open_device(&config, Arc::clone(files), &pool)?;
     let registered = device.describe().registered_bytes;
     let len = files.len_bytes(FileId(0)).min(u64::from(files.align()));

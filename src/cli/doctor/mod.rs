@@ -187,8 +187,7 @@ fn examine(
     config: &RunConfig,
     report: &mut Report,
 ) -> Result<Done, Failure> {
-    let checkpoint = model::examine(dir, report);
-    let Some(checkpoint) = checkpoint else {
+    let Some((checkpoint, greeting)) = model::examine(dir, report) else {
         for id in ["tuning", "files", "io_uring", "disk", "placement", "memory", "checksums", "weights"] {
             report.skip(id, "needs a model without faults", None);
         }
@@ -201,7 +200,7 @@ fn examine(
     let context = checkpoint.arch.max_context.min(DEFAULT_CONTEXT);
     let engine = config.engine(context);
     host::pages(machine, report);
-    let budget = host::memory(machine, &checkpoint, &config, context, report);
+    let budget = host::memory(machine, &checkpoint, &config, (context, greeting), report);
     host::locked(machine, budget.as_ref(), report);
     let Some(files) = host::files(machine, &checkpoint, &engine, report) else {
         for id in ["io_uring", "disk", "placement", "checksums", "weights"] {
@@ -209,7 +208,7 @@ fn examine(
         }
         return Ok(Done::Whole);
     };
-    host::ring(&files, &engine, report);
+    host::ring(machine, &files, &engine, report);
     host::drive(machine, &checkpoint, &engine, report);
     match sums::examine(args.deep, machine, &checkpoint, &files, &engine, report)? {
         Done::Whole => weights::examine(args.deep, &checkpoint, &engine, report),

@@ -10,8 +10,10 @@ use crate::model::tokenizer::Tokenizer;
 use super::Report;
 use crate::cli::{Failure, size};
 
-/// The model, where nothing about its files is wrong but perhaps its tokenizer, without which `run --ids` works.
-pub fn examine(dir: &Path, report: &mut Report) -> Option<Checkpoint> {
+/// The model and the tokens of a greeting, where nothing about its files is wrong but perhaps its tokenizer, without
+/// which `run --ids` works.
+pub fn examine(dir: &Path, report: &mut Report) -> Option<(Checkpoint, usize)> {
+
     // What is being written has no small files yet, and none is to be put there.
     if let Err(error @ CheckpointError::Unfinished { .. }) = checkpoint::refuse_partial(dir) {
         report.failure("shards", failure(&error));
@@ -26,7 +28,7 @@ pub fn examine(dir: &Path, report: &mut Report) -> Option<Checkpoint> {
         report.ok("config", format!("{family}, {layers} layers, {experts}, up to {} positions", arch.max_context));
     }
     let tokenizer = tokenizer(dir, arch.as_ref(), report);
-    template(dir, arch.as_ref(), tokenizer.as_ref(), report);
+    let greeting = template(dir, arch.as_ref(), tokenizer.as_ref(), report);
     if let Some(arch) = &arch {
         stop_tokens(dir, arch, tokenizer.as_ref(), report);
     }
@@ -43,7 +45,8 @@ pub fn examine(dir: &Path, report: &mut Report) -> Option<Checkpoint> {
         report.warn("notes", note, "the model runs without; fetch it again if it should be there");
     }
     mtp(&checkpoint, report);
-    Some(checkpoint)
+    Some((checkpoint, greeting.unwrap_or(1)))
+
 }
 
 fn failure(error: &CheckpointError) -> Failure {
@@ -65,8 +68,12 @@ fn tokenizer(dir: &Path, arch: Option<&Arch>, report: &mut Report) -> Option<Tok
     Some(tokenizer)
 }
 
-fn template(dir: &Path, arch: Option<&Arch>, tokenizer: Option<&Tokenizer>, report: &mut Report) {
-    let Some(tokenizer) = tokenizer else { return report.skip("template", "needs the tokenizer", None) };
+/// Returns how many tokens a greeting has.
+fn template(dir: &Path, arch: Option<&Arch>, tokenizer: Option<&Tokenizer>, report: &mut Report) -> Option<usize> {
+    let Some(tokenizer) = tokenizer else {
+        report.skip("template", "needs the tokenizer", None);
+        return None;
+    };
     let options = RenderOptions { enable_thinking: Some(false), add_generation_prompt: true };
     let rendered = ChatTemplate::open(dir)
         .and_then(|template| template.render(&[Message::new(Role::User, "Hello")], &options, tokenizer.control()));
@@ -77,12 +84,16 @@ fn template(dir: &Path, arch: Option<&Arch>, tokenizer: Option<&Tokenizer>, repo
                 "a greeting needs tokens beyond the model's vocabulary",
                 Some("tokenizer.json and config.json belong to different models: fetch both again".to_owned()),
             ),
-            Ok(ids) => report.ok("template", format!("a greeting becomes {} tokens", ids.len())),
+            Ok(ids) => {
+                report.ok("template", format!("a greeting becomes {} tokens", ids.len()));
+                return Some(ids.len());
+            }
             Err(e) => report.failure("template", Failure::of(&e).hint(e.hint())),
         },
         Err(e @ TemplateError::Missing { .. }) => report.warn("template", e.to_string(), e.hint()),
         Err(e) => report.failure("template", Failure::of(&e).hint(e.hint())),
     }
+    None
 }
 
 fn stop_tokens(dir: &Path, arch: &Arch, tokenizer: Option<&Tokenizer>, report: &mut Report) {
