@@ -118,7 +118,12 @@ impl TooSmall {
 
     /// Least bytes that work, rounded up, as they are typed.
     pub fn typed(&self) -> String {
-        let tenths = self.needed().div_ceil(100_000);
+        let needed = self.needed();
+        if needed >= 1_000_000_000 {
+            let hundredths = needed.div_ceil(10_000_000);
+            return format!("{}.{:02}GB", hundredths / 100, hundredths % 100);
+        }
+        let tenths = needed.div_ceil(100_000);
         format!("{}.{}MB", tenths / 10, tenths % 10)
     }
 }
@@ -448,6 +453,8 @@ mod tests {
         );
         // 1,060,000 + 3,000,000 + 246,000 + 12,000 + 2,990,000 + 6,543,210 = 13,851,210.
         assert_eq!(refused.typed(), "13.9MB");
+        let large = Demand { ram: Some(13_000_000), resident: 12_000_000_001, ..demand };
+        assert_eq!(Budget::divide(&large).unwrap_err().typed(), "12.02GB", "12,010,851,211 bytes, rounded up");
         let large = Budget::divide(&Demand { ram: Some(20_866_200_000), ..demand }).unwrap().to_string();
         assert!(large.ends_with("6.54 GB experts (1000 slabs of 6.5 MB) of 20.87 GB allowed"), "{large}");
     }

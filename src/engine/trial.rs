@@ -178,7 +178,8 @@ impl Trial {
                 dense: busy(&[Stage::Dense]),
                 choice: busy(&[Stage::Route, Stage::Request, Stage::Hint, Stage::Reduce]),
                 shared: busy(&[Stage::Shared]),
-                experts: busy(&[Stage::Quantize, Stage::Experts]),
+                experts: busy(&[Stage::Experts]),
+                quantize: busy(&[Stage::Quantize]),
             },
             wall_s: self.meter.wall().as_secs_f64(),
             reads: (stats.misses + stats.prefetched) as f64 / routed,
@@ -359,8 +360,9 @@ mod tests {
         let mut trial = Trial::open(&checkpoint, &files, &EngineConfig::new(1 << 30), &slice, false).unwrap();
         assert_eq!([trial.step(0).unwrap().reads, trial.step(0).unwrap().reads], [4.0, 0.0]);
         let step = trial.step(0).unwrap();
-        let Times { head, attention, dense, choice, shared, experts } = step.times;
+        let Times { head, attention, dense, choice, shared, experts, quantize } = step.times;
         assert!([head, attention, dense, choice, shared, experts].into_iter().all(|time| time > 0.0), "{step:?}");
+        assert_eq!(quantize, 0.0, "they are held as they are stored");
         // Two experts of the four stand for them where no more are needed, and weights that come again for all.
         let part = Slice { layers: vec![0, 2, 4], top_k: 2, least: 1 << 16, ..whole };
         let mut trial = Trial::open(&checkpoint, &files, &EngineConfig::new(1 << 30), &part, false).unwrap();

@@ -5,6 +5,9 @@ use crate::engine::predict::{Answer, Choice, Costs, Line, Prediction, Speeds, Wo
 use super::Disk;
 use super::change::Change;
 
+/// Twice the cores that make of arithmetic no more than so much were not free, or wait for memory.
+const ADDED: f64 = 1.15;
+
 /// What is known of a model and of this machine.
 pub struct Facts {
     pub work: Work,
@@ -51,6 +54,7 @@ impl Facts {
     /// What `change` would make of the answer, with memory for `slots` experts.
     pub fn expected(&self, change: &Change, slots: u64) -> Expected {
         let drive = self.changed_drive(change);
+        let finding = self.finding(slots);
         let (faster, assumed) = self.faster(change);
         let predicted = |found: &[(f64, f64)]| {
             let costs = self.costs.as_ref().ok()?.faster(faster);
@@ -63,11 +67,18 @@ impl Facts {
         };
         Expected {
             slots,
-            answer: outlook(&self.answer.found(&self.choice, slots)),
-            long: outlook(&[(1.0, self.choice.found(slots, f64::INFINITY))]),
+            answer: outlook(&self.answer.found(&self.choice, finding)),
+            long: outlook(&[(1.0, self.choice.at_last(finding))]),
             worst: predicted(&[(1.0, 0.0)]),
             assumed,
         }
+    }
+
+    /// Of so many slots those in which experts are found: guesses for a layer hold as many as it uses, unless there is a slot
+    /// for every expert.
+    fn finding(&self, slots: u64) -> u64 {
+        let guesses = if self.guessed > 0.0 { self.work.top_k } else { 0 };
+        if slots >= self.work.experts { slots } else { slots.saturating_sub(guesses) }
     }
 
     fn changed_drive(&self, change: &Change) -> Option<Line> {
@@ -90,6 +101,9 @@ impl Facts {
         let doublings = (cores as f64 / self.cores as f64).log2();
         let assumed = match self.doubled {
             None if doublings > 0.0 => Some("each core is assumed to compute as much as the one here"),
+            Some(doubled) if doublings > 0.0 && doubled < ADDED => {
+                Some("half of the cores computed nearly as fast here: others had the rest, or memory binds")
+            }
             Some(_) if doublings > 1.0 => Some("far from what was measured: memory may not keep up"),
             _ => None,
         };

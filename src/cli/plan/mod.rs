@@ -37,7 +37,7 @@ Nothing is loaded. A speed is of the answer that is asked about, from an empty c
 must be read. Beside it stands that of long answers, and what is sure: the speed that nothing in memory makes. What the cache \
 will find follows from the model's history of selections; without one it is what was found for other models. \
 Steps of a few layers are timed for half a second, longer where the drive is slow, and for a fifth of a second where --disk \
-or a tuning profile says what the drive reads. With --untimed nothing is.
+or a tuning profile says what the drive reads and no expert is quantized. With --untimed nothing is.
 Exit codes: 0 done, 1 the work failed, 2 usage.")]
 pub struct PlanArgs {
     /// Model directory [default: the model that comes with the program]
@@ -136,6 +136,8 @@ struct Plan {
     /// Who says how much memory there is.
     source: String,
     facts: Facts,
+    /// That others are at work on this machine, while it is timed.
+    busy: Option<String>,
     /// Selections of the history; 0 where there is none.
     selections: u64,
     /// Whether the weights are drawn.
@@ -167,8 +169,8 @@ impl Plan {
         let expert_bytes = checkpoint.token_expert_bytes() as f64 / work.used().max(1) as f64;
         let told = told_of_drive(args, checkpoint, machine);
         let holes = speed::holes(checkpoint);
-        // What a read costs in arithmetic is to be known too, where experts are quantized.
-        let reading = holes.is_none() && (told.is_none() || divided.budget().staging > 0);
+        // What quantizing takes is seen in steps that read, if only holes.
+        let reading = holes.is_none() && told.is_none() || divided.budget().staging > 0;
         let timed = match args.untimed {
             true => Err("not asked for".to_owned()),
             false => timed(checkpoint, divided.files(), &work, &timed_engine, reading, machine)
@@ -197,6 +199,7 @@ impl Plan {
             context,
             source: if config.ram.is_some() { "asked for".to_owned() } else { machine.memory.source.clone() },
             facts,
+            busy: machine.kernel_facts().busy(machine.cores).filter(|_| !args.untimed),
             selections: history.iter().sum(),
             drawn,
             here,

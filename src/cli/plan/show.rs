@@ -29,6 +29,9 @@ pub fn text(plan: &Plan, graph: Option<&StageGraph>) -> String {
         size::grouped(here.slots),
     );
     text += &measured(facts);
+    if let Some(busy) = &plan.busy {
+        let _ = writeln!(text, "warning: {busy}");
+    }
     let answer = &facts.answer;
     let _ = write!(text, "answer:  {} tokens after {} of a prompt: ", answer.tokens, answer.prompt);
     text += &predicted(facts, &here.answer);
@@ -70,10 +73,14 @@ fn measured(facts: &Facts) -> String {
         Ok(costs) => {
             let [once, before, shared, expert] =
                 [costs.once_s, costs.before_s, costs.shared_s, costs.expert_s].map(time);
+            let quantized = match costs.quantize_s {
+                0.0 => String::new(),
+                each => format!(", and {} to quantize one that was read", time(each)),
+            };
             let _ = writeln!(
                 text,
                 "compute: {:.1} GB/s on {} threads (measured): {once} of head and dense layers, and in a routed layer {before} \
-                 before its experts, {shared} the shared one, {expert} each other",
+                 before its experts, {shared} the shared one, {expert} each other{quantized}",
                 facts.work.bytes() as f64 / costs.token_s(&facts.work) / 1e9,
                 facts.cores,
             );
@@ -191,6 +198,8 @@ pub fn json(plan: &Plan, graph: Option<&StageGraph>) -> Json {
             "before_s": costs.ok().map(|costs| size::short(costs.before_s)),
             "shared_s": costs.ok().map(|costs| size::short(costs.shared_s)),
             "expert_s": costs.ok().map(|costs| size::short(costs.expert_s)),
+            "quantize_s": costs.ok().map(|costs| size::short(costs.quantize_s)),
+            "doubt": plan.busy,
             "error": costs.err(),
         },
         "worst_tok_s": here.worst.map(|p| size::short(p.tok_s())),

@@ -71,8 +71,8 @@ fn steps(trial: &mut Trial, slice: &Slice, work: &Work, threads: usize, reading:
     let slower = |samples: &[Sample]| Costs::of(work, slice, &times(samples)).token_s(work) / costs.token_s(work);
     let doubled = doubled(trial, threads, slower)?;
     if !all.is_empty() {
-        let more = |samples| (times(samples).sum() - times(&at_hand).sum()) / slice.routed(work);
-        costs.reading = Line::fitted(more(&one), many as u64, more(&all));
+        let all = (many as u64, &times(&all));
+        costs = costs.with_reads(work, slice, &times(&at_hand), &times(&one), all);
     }
     let drive = (!all.is_empty()).then(|| fitted(many as u64, &all, &one));
     Ok(Timed { costs, doubled, drive, doubt: speed::doubt(trial.files()) })

@@ -16,16 +16,16 @@ pub struct Answer {
 
 impl Answer {
     /// For each stretch of the answer the share of its steps, and the share of their selections that a cache of `slots`
-    /// experts finds.
+    /// experts finds: what was seen before, as far as it finds so much at last.
     pub fn found(&self, choice: &Choice, slots: u64) -> Vec<(f64, f64)> {
         // Of an answer of one token, which takes no step, the one after it is said.
         let steps = self.tokens.saturating_sub(1).max(1);
-        let (mut stretches, mut done) = (vec![], 0);
+        let (mut stretches, mut done, at_last) = (vec![], 0, choice.at_last(slots));
         while done < steps {
             let before = self.prompt + done;
             let many = (before / STRETCH).clamp(1, steps - done);
             let middle = before as f64 + (many - 1) as f64 / 2.0;
-            stretches.push((many as f64 / steps as f64, choice.found(slots, middle)));
+            stretches.push((many as f64 / steps as f64, choice.seen(middle).min(at_last)));
             done += many;
         }
         stretches
@@ -78,11 +78,11 @@ mod tests {
     fn a_stretch_stands_for_the_steps_in_it() {
         let choice = Choice::of(&[], &work(), true);
         let one_by_one = |prompt: u64, tokens: u64| {
-            let steps = (0..tokens - 1).map(|step| choice.found(60, (prompt + step) as f64));
+            let steps = (0..tokens - 1).map(|step| choice.seen((prompt + step) as f64).min(choice.at_last(80)));
             steps.sum::<f64>() / (tokens - 1) as f64
         };
         for (prompt, tokens) in [(1, 20), (3, 20), (16, 150), (512, 512)] {
-            let found = Answer { prompt, tokens }.found(&choice, 60);
+            let found = Answer { prompt, tokens }.found(&choice, 80);
             let mean: f64 = found.iter().map(|(share, hit_rate)| share * hit_rate).sum();
             assert!((mean - one_by_one(prompt, tokens)).abs() < 0.002, "{prompt}, {tokens}");
         }

@@ -2,7 +2,9 @@
 //!
 //! A routed layer cannot ask for its experts before its attention is done, and what it asks for is computed as it comes:
 //! the reads of a layer go on beside its shared expert and the experts that are at hand, and the expert that comes last
-//! is computed after them. Then the drive has nothing to do until the next layer asks, unless that layer's experts were
+//! is computed after them. Experts that are quantized on their way are so by the threads that compute, once they were read.
+//! A drive that reads several at once has them nearly at once too, and quantizing while it reads is slower, so that runs
+//! take as long as if all of it came after the reads: it is added to them. Then the drive has nothing to do until the next layer asks, unless that layer's experts were
 //! guessed: those are read in that time, as far as it goes. Attention to what lies far back is left out, which makes a token
 //! slower.
 
@@ -127,7 +129,7 @@ impl Prediction {
             None if hit_rate >= 1.0 => Line { first_s: 0.0, each_s: 0.0 },
             None => return None,
         };
-        let Costs { once_s, before_s: before, shared_s: shared, expert_s: expert, reading } = speeds.costs;
+        let Costs { once_s, before_s: before, shared_s: shared, expert_s: expert, quantize_s, reading } = speeds.costs;
         // All experts but the last, which waits for nothing if it is at hand.
         let others = expert * (work.top_k - 1) as f64;
         let chances = missed(work.top_k, hit_rate);
@@ -135,7 +137,7 @@ impl Prediction {
         for (missed, &chance) in chances.iter().enumerate() {
             let reads = drive.seconds(missed as u64);
             read_s += chance * reads;
-            reading_s += chance * reading.seconds(missed as u64);
+            reading_s += chance * (reading.seconds(missed as u64) + quantize_s * missed as f64);
             let ahead = guessed * drive.each_s * missed as f64;
             // How long the drive was free for them depends on the layer before.
             for (missed_before, &chance_before) in chances.iter().enumerate() {
@@ -182,7 +184,7 @@ mod tests {
 
     fn speeds(drive: Option<Line>) -> Speeds {
         Speeds {
-            costs: Costs { once_s: 0.5, before_s: 0.05, shared_s: 0.05, expert_s: 0.1, reading: Line::default() },
+            costs: Costs { once_s: 0.5, before_s: 0.05, shared_s: 0.05, expert_s: 0.1, ..Costs::default() },
             drive,
         }
     }
@@ -252,6 +254,23 @@ mod tests {
         };
         let layer = 0.05 + 0.75 * after(0.15) + 0.25 * after(0.25) + 0.1;
         assert!(close(p.token_s, 0.5 + 10.0 * layer), "{p:?}");
+    }
+
+    #[test]
+    fn quantizing_is_added_to_the_reads_and_shared_by_cores() {
+        let predict = |hit_rate, faster| {
+            let costs = Costs { quantize_s: 0.5, ..speeds(None).costs };
+            let drive = Some(Line { first_s: 0.0, each_s: 1.0 });
+            Prediction::of(&work(), &Speeds { costs: costs.faster(faster), drive }, hit_rate, 0.0).unwrap()
+        };
+        // Both experts missed: 2 s of reads, and 1 s for two.
+        let p = predict(0.0, 1.0);
+        assert!(close(p.token_s, 0.5 + 10.0 * (0.05 + 2.0 + 1.0 + 0.1)) && close(p.compute_s, 3.5 + 10.0), "{p:?}");
+        let p = predict(0.0, 2.0);
+        assert!(close(p.token_s, 0.25 + 10.0 * (0.025 + 2.0 + 0.5 + 0.05)) && close(p.compute_s, 1.75 + 5.0), "{p:?}");
+        // Half of the experts found: one a layer on average.
+        assert!(close(predict(0.5, 1.0).compute_s, 3.5 + 5.0));
+        assert!(close(predict(1.0, 1.0).token_s, 3.5), "what is at hand was quantized before");
     }
 
     #[test]

@@ -162,6 +162,8 @@ pub struct Times {
     pub shared: f64,
     /// Routed experts.
     pub experts: f64,
+    /// Quantizing those that were read.
+    pub quantize: f64,
 }
 
 impl Times {
@@ -175,12 +177,13 @@ impl Times {
             choice: of(|t| t.choice),
             shared: of(|t| t.shared),
             experts: of(|t| t.experts),
+            quantize: of(|t| t.quantize),
         }
     }
 
     /// All of it.
     pub fn sum(&self) -> f64 {
-        self.head + self.attention + self.dense + self.choice + self.shared + self.experts
+        self.head + self.attention + self.dense + self.choice + self.shared + self.experts + self.quantize
     }
 }
 
@@ -195,6 +198,8 @@ pub struct Costs {
     pub shared_s: f64,
     /// One routed expert.
     pub expert_s: f64,
+    /// What an expert that is read takes besides, where it is quantized before it is computed with.
+    pub quantize_s: f64,
     /// What a layer that must read takes longer: to hand reads over and take them back, and to wake threads that had
     /// nothing to do.
     pub reading: Line,
@@ -219,15 +224,32 @@ impl Costs {
         let shared_s = of(times.shared, sum(&all, true, mlp), sum(&slice.layers, true, mlp)) / routed;
         let experts_s = of(times.experts, sum(&all, true, expert), sum(&slice.layers, true, expert));
         let expert_s = experts_s / (routed * slice.top_k as f64);
-        Costs { once_s, before_s, shared_s, expert_s, reading: Line::default() }
+        Costs { once_s, before_s, shared_s, expert_s, ..Costs::default() }
+    }
+
+    /// The same, with what is seen in steps of `slice` only where each routed layer reads one expert, or `many`: such
+    /// steps take `one` and `all`, and those that read nothing `none`.
+    pub fn with_reads(
+        self,
+        work: &Work,
+        slice: &Slice,
+        none: &Times,
+        one: &Times,
+        (many, all): (u64, &Times),
+    ) -> Costs {
+        let layers = slice.routed(work);
+        let more = |times: &Times| (times.sum() - times.quantize - none.sum()) / layers;
+        let quantize_s = all.quantize / (layers * many as f64);
+        Costs { quantize_s, reading: Line::fitted(more(one), many, more(all)), ..self }
     }
 
     /// The same, with arithmetic `factor` times as fast.
     pub fn faster(self, factor: f64) -> Costs {
-        let Costs { once_s, before_s, shared_s, expert_s, reading } = self;
-        let [once_s, before_s, shared_s, expert_s] = [once_s, before_s, shared_s, expert_s].map(|s| s / factor);
+        let Costs { once_s, before_s, shared_s, expert_s, quantize_s, reading } = self;
+        let parts = [once_s, before_s, shared_s, expert_s, quantize_s];
+        let [once_s, before_s, shared_s, expert_s, quantize_s] = parts.map(|s| s / factor);
         // More threads hand over no faster.
-        Costs { once_s, before_s, shared_s, expert_s, reading }
+        Costs { once_s, before_s, shared_s, expert_s, quantize_s, reading }
     }
 
     /// Seconds of a token of `work` that finds all its experts.
@@ -300,23 +322,33 @@ mod tests {
         ];
         let work = Work { head: 40, vocab: 40, layers, top_k: 2, experts: 32 };
         let slice = Slice { layers: vec![0, 3, 4], vocab: 10, top_k: 2, least: 1 };
-        let times = Times { head: 1.0, attention: 6.0, dense: 3.0, choice: 4.0, shared: 2.0, experts: 12.0 };
+        let times = Times {
+            head: 1.0,
+            attention: 6.0,
+            dense: 3.0,
+            choice: 4.0,
+            shared: 2.0,
+            experts: 12.0,
+            ..Times::default()
+        };
         let costs = Costs::of(&work, &slice, &times);
         // A second for each byte of attention: 6 in dense layers, 10 in four routed ones. Half a second for each byte of a
         // dense feed-forward: 15. A second for each byte of an expert that is used, of which one has 3.75 on average.
-        let expected = Costs {
-            once_s: 4.0 + 6.0 + 7.5,
-            before_s: 2.5 + 2.0,
-            shared_s: 1.0,
-            expert_s: 3.75,
-            reading: Line::default(),
-        };
+        let expected =
+            Costs { once_s: 4.0 + 6.0 + 7.5, before_s: 2.5 + 2.0, shared_s: 1.0, expert_s: 3.75, ..Costs::default() };
         assert_eq!(costs, expected);
         // A layer's one expert of the two that a token uses, in half the time.
         let half = Times { experts: 6.0, ..times };
-        assert_eq!(Costs::of(&work, &Slice { top_k: 1, ..slice }, &half), expected);
+        assert_eq!(Costs::of(&work, &Slice { top_k: 1, ..slice.clone() }, &half), expected);
         assert_eq!(costs.token_s(&work), 17.5 + 4.0 * (4.5 + 1.0 + 2.0 * 3.75));
         assert_eq!(costs.faster(2.0).token_s(&work), costs.token_s(&work) / 2.0);
+        // Steps whose two layers read: one expert each takes 0.5 s more to hand over and 0.75 s to quantize, two take 0.7 s
+        // and 1.5 s. Twice the threads quantize twice as fast, and hand over no faster.
+        let one = Times { choice: 4.25, shared: 2.25, quantize: 0.75, ..times };
+        let two = Times { experts: 12.7, quantize: 1.5, ..times };
+        let reads = costs.with_reads(&work, &slice, &times, &one, (2, &two)).faster(2.0);
+        assert!((reads.quantize_s - 0.1875).abs() < 1e-9, "{reads:?}");
+        assert!((reads.reading.each_s - 0.1).abs() < 1e-9 && (reads.reading.first_s - 0.15).abs() < 1e-9, "{reads:?}");
     }
 
     #[test]
