@@ -33,6 +33,8 @@ const IO: &[(&str, &[&str])] = &[
     ("drive", &["limits"]),
     ("arena", &["error", "limits"]),
     ("heap", &[]),
+    ("numa", &["error", "limits"]),
+
     ("block", &["limits"]),
     ("access", &["arena", "error", "limits", "sector"]),
     ("pool", &["arena", "error", "limits", "sector"]),
@@ -69,6 +71,7 @@ const UNSAFE: &[&str] = &[
     "io/src/device/threads.rs",
     "io/src/heap.rs",
     "io/src/measure/host.rs",
+    "io/src/numa.rs",
     "io/src/pool.rs",
     "io/src/space.rs",
     "src/kernels/amx/mod.rs",

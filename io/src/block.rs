@@ -34,6 +34,8 @@ pub struct BlockDevice {
     pub rotational: Option<bool>,
     /// Whether completions can be polled for.
     pub io_poll: Option<bool>,
+    /// Node of memory that it is near to, and those under it are.
+    pub node: Option<usize>,
     /// Devices under a mapped one.
     pub under: Vec<String>,
     counts: bool,
@@ -97,6 +99,7 @@ impl BlockDevice {
             scheduler: text("scheduler").map(|line| chosen(&line)),
             rotational: number("rotational").map(|flag| flag != 0),
             io_poll: number("io_poll").map(|flag| flag != 0),
+            node: node_of(drive.unwrap_or(&dir)),
             under,
             counts: number("iostats") != Some(0),
         })
@@ -173,6 +176,24 @@ pub fn parse_diskstats(text: &str, major: u32, minor: u32) -> Option<DiskCounter
         let bytes = number(5)?.checked_mul(COUNTED_SECTOR_BYTES)?;
         Some(DiskCounters { requests: number(3)?, merges: number(4)?, bytes })
     })
+}
+
+/// The node that the bus of a drive says it is near to. Of a drive over others, mapped ones or the paths to an NVMe
+/// namespace, the one that all of them are near to.
+fn node_of(drive: &Path) -> Option<usize> {
+    let said = drive.ancestors().find_map(|above| std::fs::read_to_string(above.join("numa_node")).ok());
+    if let Some(node) = said {
+        // -1 is the kernel's way of saying that nobody knows.
+        return node.trim().parse().ok();
+    }
+    let links = |dir: &Path| std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mapped = links(&drive.join("slaves"));
+    let paths = links(drive.parent()?).filter(|entry| {
+        entry.file_name().to_string_lossy().starts_with("nvme") && entry.file_type().is_ok_and(|kind| kind.is_symlink())
+    });
+    let mut nodes = mapped.chain(paths).map(|entry| node_of(&std::fs::canonicalize(entry.path()).ok()?));
+    let first = nodes.next()??;
+    nodes.all(|node| node == Some(first)).then_some(first)
 }
 
 /// The scheduler in brackets, or the only one.
@@ -269,6 +290,44 @@ mod tests {
         write(root.path(), &format!("{drive}/queue/iostats"), "0\n");
         assert_eq!(BlockDevice::numbered(259, 1, root.path()).unwrap().counters(root.path()), None);
         assert_eq!(BlockDevice::numbered(1, 1, root.path()), None);
+    }
+
+    #[test]
+    fn a_drive_is_near_the_node_that_its_bus_names_or_that_all_under_it_are_near() {
+        let root = tempfile::tempdir().unwrap();
+        let link = |target: &str, name: &str| {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::os::unix::fs::symlink(root.path().join("sys/devices").join(target), path).unwrap();
+        };
+        for (bus, node) in [("pci0/a", "1\n"), ("pci1/b", "1\n"), ("pci2/c", "0\n"), ("pci3/d", "-1\n")] {
+            write(root.path(), &format!("sys/devices/{bus}/numa_node"), node);
+        }
+        for drive in ["pci0/a/ata1/sda", "pci1/b/sdb", "pci2/c/sdc", "pci3/d/sdd"] {
+            write(root.path(), &format!("sys/devices/{drive}/queue/nr_requests"), "64\n");
+        }
+        std::fs::create_dir(root.path().join("sys/devices/pci0/a/ata1/sda/sda1")).unwrap();
+        // Two drives of one node, two of two, and a namespace that two controllers of one node lead to.
+        for (name, first, second) in [("dm-0", "pci0/a/ata1/sda", "pci1/b/sdb"), ("dm-1", "pci1/b/sdb", "pci2/c/sdc")] {
+            link(first, &format!("sys/devices/virtual/{name}/slaves/first"));
+            link(second, &format!("sys/devices/virtual/{name}/slaves/second"));
+        }
+        write(root.path(), "sys/devices/virtual/nvme-subsys0/nvme0n1/queue/nr_requests", "64\n");
+        link("pci0/a", "sys/devices/virtual/nvme-subsys0/nvme0");
+        link("pci1/b", "sys/devices/virtual/nvme-subsys0/nvme1");
+        let expected = [
+            ("pci0/a/ata1/sda", Some(1)),
+            ("pci0/a/ata1/sda/sda1", Some(1)),
+            ("pci2/c/sdc", Some(0)),
+            ("pci3/d/sdd", None),
+            ("virtual/dm-0", Some(1)),
+            ("virtual/dm-1", None),
+            ("virtual/nvme-subsys0/nvme0n1", Some(1)),
+        ];
+        for ((device, node), minor) in expected.into_iter().zip(0..) {
+            link(device, &format!("sys/dev/block/8:{minor}"));
+            assert_eq!(BlockDevice::numbered(8, minor, root.path()).unwrap().node, node, "{device}");
+        }
     }
 
     #[test]

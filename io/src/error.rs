@@ -208,6 +208,10 @@ const REMEDIES: &[(&str, &str)] = &[
     ("mmap", "mapped files go with --io mmap and the device mmap, or with either left at auto"),
     ("hugetlb", "reserve pages with `sysctl vm.nr_hugepages=N`, 2 MiB each, or use transparent ones"),
     ("iopoll", "polled reads need direct reads and a driver with poll queues (nvme.poll_queues=N); leave it off"),
+    (
+        "numa",
+        "docker forbids it without --cap-add SYS_NICE; --cpuset-cpus and --cpuset-mems place a container from outside",
+    ),
     ("sqpoll", "a polling kernel thread belongs to io_uring: --device uring"),
 ];
 

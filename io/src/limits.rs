@@ -93,6 +93,8 @@ pub const STALL_NS_MIN: u64 = 50_000_000;
 pub const THROTTLE_SPIN: Duration = Duration::from_micros(100);
 /// Fewer bytes are not worth the two reads through the page cache that a direct one needs besides.
 pub const PLACED_BYTES_MIN: usize = 128 << 10;
+/// Nodes of memory, or cores, that can be told apart: all that the kernel can be built for.
+pub const NUMBERED_MAX: usize = 8192;
 /// Bytes written at a time: a few requests of any drive, all of them whole.
 pub const WRITE_SLAB_BYTES: usize = 4 << 20;
 /// Buffers of a writer: one is filled, one is written, and two even out the difference.
