@@ -117,6 +117,8 @@ pub struct EngineConfig {
     pub program_bytes: u64,
     /// Compute threads, the caller included.
     pub threads: usize,
+    /// Cores of each node of memory that they are spread over; empty leaves them where the system puts them.
+    pub nodes: Vec<Vec<usize>>,
     /// Positions a sequence may have; `None` for the model's maximum, at most [`DEFAULT_CONTEXT`].
     pub context: Option<usize>,
     /// Rows of a prefill chunk, at most [`MAX_ROWS`]; a shorter context takes no more than it has, and of more than
@@ -177,6 +179,7 @@ impl EngineConfig {
             space: None,
             program_bytes: 0,
             threads: 1,
+            nodes: Vec::new(),
             context: None,
             prefill_rows: DEFAULT_PREFILL_ROWS,
             isa: None,

@@ -16,6 +16,8 @@ mod rows;
 pub mod sampler;
 mod scales;
 pub mod space;
+mod spread;
+
 pub mod stats;
 pub mod stop;
 mod switches;
@@ -34,7 +36,6 @@ use crate::checkpoint::arch::Arch;
 pub use crate::forward::stages::StageGraph;
 use crate::forward::{ExpertScratch, Form, KvCache, Model, State, Streamed, latent_shape, rope_of};
 pub use crate::forward::{Guess, GuessFrom, GuessRule, KvBits, Observer};
-use crate::kernels::Team;
 use crate::limits::TIMELINE_EVENTS_MAX;
 use crate::meter::Meter;
 pub use crate::model::load::Loaded;
@@ -179,7 +180,7 @@ impl Engine {
         let opened_in = checkpoint.took();
         let traced = traced::header(&checkpoint, &experts.store);
         let arch = checkpoint.arch;
-        let team = Team::new(config.threads);
+        let team = spread::team(config.threads, &config.nodes);
         let compute = Compute { kernels, team, activations: config.activations };
         let kept = if config.timeline { TIMELINE_EVENTS_MAX } else { 0 };
         if config.timeline {

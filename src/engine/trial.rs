@@ -14,14 +14,14 @@ use millstream_io::measure::shuffled;
 use millstream_io::{Arena, DeviceConfig, FileSet, SlabPool, open_device, settle};
 
 use super::predict::{GUESSED, Slice, Times};
-use super::{EngineConfig, EngineError, Switch, context_of, experts, forms_of, sparse_of};
+use super::{EngineConfig, EngineError, Switch, context_of, experts, forms_of, sparse_of, spread};
 use crate::checkpoint::arch::MoeArch;
 use crate::checkpoint::{Arch, Checkpoint, ExpertIndex, ExpertSource};
 use crate::forward::{
     self, ExpertCall, ExpertExecutor, ExpertScratch, Form, ForwardError, Guess, KvCache, Logits, Model, State, Step,
     Streamed, rope_of,
 };
-use crate::kernels::{Kernels, Team};
+use crate::kernels::Kernels;
 use crate::meter::{Meter, Stage};
 use crate::model::resident::Blank;
 use crate::ops::Compute;
@@ -44,6 +44,7 @@ pub struct Trial {
     form: Form,
     positions: usize,
     files: Arc<FileSet>,
+    nodes: Vec<Vec<usize>>,
 }
 
 /// What a step took.
@@ -112,7 +113,8 @@ impl Trial {
         inner.ahead = guess.layers;
         let (_, form) = forms_of(config.attention, &arch)?;
         let positions = POSITIONS.min(context - 1);
-        let compute = Compute { kernels, team: Team::new(config.threads), activations: config.activations };
+        let compute =
+            Compute { kernels, team: spread::team(config.threads, &config.nodes), activations: config.activations };
         let mut kv = KvCache::new(&arch, positions + 1, sparse, config.kv_bits);
         kv.advance(positions);
         Ok(Trial {
@@ -123,6 +125,7 @@ impl Trial {
             form,
             positions,
             files: Arc::clone(files),
+            nodes: config.nodes.clone(),
             model: Model {
                 rope: rope_of(&arch, positions + 1, room),
                 compute,
@@ -148,7 +151,7 @@ impl Trial {
 
     /// From now on computes on so many threads, no more than it was opened with.
     pub fn set_threads(&mut self, threads: usize) {
-        self.model.compute.team = Team::new(threads);
+        self.model.compute.team = spread::team(threads, &self.nodes);
     }
 
     /// Experts of a layer that can be drawn so that a step must read them, at most.

@@ -112,11 +112,16 @@ impl Team {
     /// A team of `threads` in all, the caller of [`Team::run`] among them; 0 counts as 1. Threads that the system refuses
     /// to start are left out.
     pub fn new(threads: usize) -> Team {
-        Team::with(threads, AWAY)
+        Team::beginning(threads, |_| {})
+    }
+
+    /// The same; each thread but the caller does `begin` with its number, from 1 on, before anything else.
+    pub fn beginning(threads: usize, begin: impl Fn(usize) + Clone + Send + 'static) -> Team {
+        Team::with(threads, AWAY, begin)
     }
 
     /// The same with workers that stay away so long the first time.
-    fn with(threads: usize, away: Duration) -> Team {
+    fn with(threads: usize, away: Duration, begin: impl Fn(usize) + Clone + Send + 'static) -> Team {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
             work: Line(Work {
@@ -145,8 +150,12 @@ impl Team {
             },
         });
         let worker = |i: usize| {
-            let shared = Arc::clone(&shared);
-            std::thread::Builder::new().name(format!("team-{i}")).spawn(move || Worker::new(&shared, i - 1).live()).ok()
+            let (shared, begin) = (Arc::clone(&shared), begin.clone());
+            let live = move || {
+                begin(i);
+                Worker::new(&shared, i - 1).live();
+            };
+            std::thread::Builder::new().name(format!("team-{i}")).spawn(live).ok()
         };
         let workers = (1..threads).map_while(worker).collect();
         let alone = (threads > 1).then(|| Box::new(Team::new(1)));
@@ -511,7 +520,7 @@ mod tests {
 
     #[test]
     fn a_team_ends_while_a_worker_stays_away() {
-        let team = Team::with(2, Duration::from_secs(600));
+        let team = Team::with(2, Duration::from_secs(600), |_| {});
         team.shared.rest.sent_away[0].0.fetch_add(1, Relaxed);
         // Awake it looks whether it was sent away before it takes a task, so that from then on all are the caller's.
         let caller = std::thread::current().id();
