@@ -34,7 +34,6 @@ const IO: &[(&str, &[&str])] = &[
     ("arena", &["error", "limits"]),
     ("heap", &[]),
     ("numa", &["error", "limits"]),
-
     ("block", &["limits"]),
     ("access", &["arena", "error", "limits", "sector"]),
     ("pool", &["arena", "error", "limits", "sector"]),

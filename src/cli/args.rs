@@ -18,6 +18,7 @@ use super::bench::BenchArgs;
 use super::census::CensusArgs;
 use super::info::InfoArgs;
 use super::machine::Machine;
+use super::numa::Numa;
 use super::plan::PlanArgs;
 use super::profile::ProfileArgs;
 use super::size;
@@ -196,6 +197,11 @@ pub struct EngineArgs {
     /// Threads that compute [default: the cores this process may use]
     #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = parse_threads)]
     pub threads: Option<usize>,
+    /// Where memory lies and threads run on a machine with several nodes of memory: interleave or distribute (pages in
+    /// turn on each, threads spread evenly), isolate (all on one, near the drive where that is known; its memory is what is
+    /// available), off or numactl (as the system has it, or who started the program) [default: off]
+    #[arg(long, value_name = "HOW", value_parser = |text: &str| NUMA.parse(text))]
+    pub numa: Option<Numa>,
     /// Memory the process may use, as a size or auto: the program itself, weights, context and cached experts
     /// [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = parse_ram)]
@@ -463,6 +469,15 @@ pub const SWITCH: Choices<Switch> = Choices(&[("auto", Switch::Auto), ("on", Swi
 /// A switch of which nothing is decided by measuring.
 pub const ON_OFF: Choices<bool> = Choices(&[("on", true), ("off", false)]);
 
+/// `--numa`; behind ours are the names of llama.cpp.
+pub const NUMA: Choices<Numa> = Choices(&[
+    ("off", Numa::Off),
+    ("interleave", Numa::Interleave),
+    ("isolate", Numa::Isolate),
+    ("distribute", Numa::Interleave),
+    ("numactl", Numa::Off),
+]);
+
 /// `--tuning`.
 pub const TUNING: Choices<bool> = Choices(&[("auto", true), ("off", false)]);
 
@@ -645,6 +660,7 @@ mod tests {
             &["run", "-q", "-v"],
             &["run", "-n", "-2"],
             &["run", "stray"],
+            &["run", "--numa", "both"],
             &["run", "--ram", "0"],
             &["run", "--ram", "0.0G"],
             &["convert", "a", "b", "--group", "17"],

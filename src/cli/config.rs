@@ -17,6 +17,7 @@ use crate::limits::{MAX_ROWS, PROGRAM_REST_BYTES, THREAD_BYTES, TOKENIZER_TIMES}
 use super::Failure;
 use super::args::{self, Chunk, EngineArgs, KernelChoice, Ram, RunArgs, Seed, WidthArgs};
 use super::machine::Machine;
+use super::numa;
 use super::reading::{Asked, Reading};
 use super::tuning::{Lookup, Profile};
 use super::usage::UsageChoice;
@@ -142,6 +143,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
 
     let default_threads = (machine.cores, "cores this process may use");
     let threads = settings.pick("threads", args.engine.threads, machine, args::parse_threads, default_threads)?;
+    settings.add("numa", args::NUMA.name(args.engine.numa.unwrap_or_default()), numa::origin(args, machine));
     let ram = settings.pick("ram", args.engine.ram, machine, args::parse_ram, (Ram::Auto, &machine.memory.source))?;
     let (reading, asked) = decide_reading(&args.engine, machine, &mut settings)?;
     let mirrors = decide_mirrors(&args.engine, &mut settings)?;
@@ -154,6 +156,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         verify_seed: sampling.seed,
         timeline: args.timeline.is_some(),
         space: machine.memory.space,
+        nodes: machine.placed.spread.clone(),
         ..EngineConfig::new(machine.memory.shared)
     };
     engine.widths = decide_widths(&args.engine.widths, &mut settings)?;

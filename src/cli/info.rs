@@ -17,7 +17,7 @@ use crate::kernels::{Format, Isa, Kernels};
 use super::args::{ModelArgs, WidthArgs};
 use super::config::RunConfig;
 use super::doctor::try_ring;
-use super::machine::Machine;
+use super::machine::{Machine, Node};
 use super::{Done, Failure, job, output, render, size};
 
 /// Flags of `info`.
@@ -140,6 +140,7 @@ impl<'a> Info<'a> {
             line("note", note.clone());
         }
         line("machine", format!("{}, {} cores, Linux {}", machine.cpu, machine.cores, machine.kernel));
+        line("nodes", nodes_text(&machine.nodes(), self.disk.node()));
         line("kernels", self.kernels_text());
         let (ram, free) = (size::show(machine.memory.total), size::show(machine.memory.available));
         line("RAM", format!("{ram}, {free} to be had: {}", machine.memory.source));
@@ -235,6 +236,9 @@ impl<'a> Info<'a> {
                 "ram": machine.memory.total,
                 "available": machine.memory.available,
                 "available_source": machine.memory.source,
+                "nodes": machine.nodes().into_iter().map(|node| {
+                    json!({ "node": node.number, "cores": node.cores, "ram": node.total, "available": node.available, "usable": node.usable })
+                }).collect::<Vec<_>>(),
             },
             "budget": self.budget.as_ref().map_or_else(
                 |why| json!({ "error": why }),
@@ -243,6 +247,7 @@ impl<'a> Info<'a> {
             "disk": {
                 "fs": self.disk.file_system,
                 "device": self.disk.device.as_ref().map(|device| device.name.clone()),
+                "node": self.disk.node(),
                 "access": self.disk.access.as_ref().ok(),
                 "error": self.disk.access.as_ref().err(),
                 "free": self.disk.free_bytes,
@@ -256,6 +261,11 @@ impl<'a> Info<'a> {
 }
 
 impl Disk {
+    /// The node of memory that the drive is near to.
+    fn node(&self) -> Option<usize> {
+        self.device.as_ref()?.node
+    }
+
     fn text(&self) -> String {
         let device = self.device.as_ref().map_or_else(
             || "no single block device".to_owned(),
@@ -270,11 +280,49 @@ impl Disk {
     }
 }
 
+/// Each node with what this process may use of it, and which of them the drive is near to.
+pub fn nodes_text(nodes: &[Node], drive: Option<usize>) -> String {
+    if nodes.is_empty() {
+        return "this system tells of none".to_owned();
+    }
+    let one = |node: &Node| {
+        let Node { number, cores, total, available, usable } = node;
+        let memory = match usable {
+            true => format!("{} of {} to be had", size::show(*available), size::show(*total)),
+            false => format!("none of {}", size::show(*total)),
+        };
+        format!("{number} with {} cores, {memory}", cores.len())
+    };
+    let drive = match drive {
+        Some(node) if nodes.len() > 1 => format!("; the drive is near {node}"),
+        _ => String::new(),
+    };
+    nodes.iter().map(one).collect::<Vec<_>>().join("; ") + &drive
+}
+
 /// `744 billion`.
 fn parameters(count: u64) -> String {
     match count {
         0..1_000_000 => size::grouped(count),
         1_000_000..1_000_000_000 => format!("{:.1} million", count as f64 / 1e6),
         _ => format!("{:.1} billion", count as f64 / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_shown_with_what_may_be_used_of_them() {
+        let node = |number, cores: &[usize], usable| {
+            let (total, available) = (256_000_000_000, 200_000_000_000);
+            Node { number, cores: cores.to_vec(), total, available, usable }
+        };
+        let nodes = [node(0, &[0, 1, 2], true), node(1, &[], false)];
+        let expected =
+            "0 with 3 cores, 200 GB of 256 GB to be had; 1 with 0 cores, none of 256 GB; the drive is near 1";
+        assert_eq!(nodes_text(&nodes, Some(1)), expected);
+        assert_eq!(nodes_text(&nodes[..1], Some(0)), "0 with 3 cores, 200 GB of 256 GB to be had");
     }
 }

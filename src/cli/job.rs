@@ -37,8 +37,12 @@ pub struct Prepared {
 /// What a generation with these flags reads, as far as the user named it. What comes with the program is in no danger: it
 /// is copied from or made anew.
 pub fn inputs(args: &RunArgs, machine: &Machine) -> Vec<PathBuf> {
-    let model = args.model.clone().or_else(|| machine.variable("MILLSTREAM_MODEL").map(PathBuf::from));
-    model.into_iter().chain(args.engine.mirror.iter().cloned()).chain(args.file.clone()).collect()
+    model_dir(args, machine).into_iter().chain(args.engine.mirror.iter().cloned()).chain(args.file.clone()).collect()
+}
+
+/// The directory of the model, where the user named it.
+pub fn model_dir(args: &RunArgs, machine: &Machine) -> Option<PathBuf> {
+    args.model.clone().or_else(|| machine.variable("MILLSTREAM_MODEL").map(PathBuf::from))
 }
 
 /// Prepares the generation that `args` ask for; none when the model's conversion was interrupted.

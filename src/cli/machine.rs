@@ -4,6 +4,7 @@
 //! unknown, never an error: a container may hide any of it.
 
 mod kernel;
+mod nodes;
 mod space;
 
 use std::collections::BTreeMap;
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 use crate::engine::budget::default_total;
 use crate::engine::space::Space;
 pub use kernel::KernelFacts;
+pub use nodes::{Node, Placed, node_names};
 
 /// Limits at or above this are the kernel's way of saying there is none.
 const UNLIMITED: u64 = 1 << 60;
@@ -34,6 +36,8 @@ pub struct Machine {
     pub uid: u32,
     /// Directory for temporary files.
     pub temp: PathBuf,
+    /// Where this process was placed on it.
+    pub placed: Placed,
     environment: BTreeMap<String, OsString>,
     root: PathBuf,
 }
@@ -85,7 +89,8 @@ impl Machine {
         let cpu = field(&cpuinfo, "model name").or_else(|| field(&cpuinfo, "Model")).unwrap_or("unknown").to_owned();
         let kernel = read(&root.join("proc/sys/kernel/osrelease")).trim().to_owned();
         let uid = std::fs::metadata(root.join("proc/self")).map_or(0, |meta| meta.uid());
-        Machine { cpu, cores, memory: read_memory(root), kernel, uid, temp, environment, root: root.to_owned() }
+        let memory = read_memory(root);
+        Machine { cpu, cores, memory, kernel, uid, temp, placed: Placed::default(), environment, root: root.to_owned() }
     }
 
     /// An environment variable; empty counts as absent.
@@ -170,7 +175,7 @@ fn read_memory(root: &Path) -> Memory {
         source: "memory available on the machine".into(),
         limited: false,
     };
-    let shared = match cgroup_room(root) {
+    let shared = match [cgroup_room(root), nodes::room(root)].into_iter().flatten().min() {
         Some((room, source)) if told.is_none_or(|free| room < free) => {
             Memory { available: room, shared: room, known: true, source, limited: true, ..machine }
         }

@@ -17,6 +17,7 @@ mod interrupt;
 mod job;
 pub mod machine;
 mod notes;
+mod numa;
 mod output;
 mod plan;
 mod printer;

@@ -18,7 +18,7 @@ use super::config::RunConfig;
 use super::job::{self, Prepared};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
-use super::{Done, Failure, hanging, interrupt, notes, output, render, size};
+use super::{Done, Failure, hanging, interrupt, notes, numa, output, render, size};
 
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
@@ -31,6 +31,7 @@ pub fn run_recorded(args: &RunArgs, machine: &Machine, recorded: &mut Option<Rec
 }
 
 fn run_observed(args: &RunArgs, machine: &Machine, recorded: Option<&mut Option<Recorder>>) -> Result<Done, Failure> {
+    let machine = &numa::place(args, machine)?;
     let Some(prepared) = job::prepare(args, machine)? else { return Ok(Done::Interrupted) };
     let show = match (args.json, args.ids) {
         (true, _) => Show::Nothing,

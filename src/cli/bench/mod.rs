@@ -19,7 +19,7 @@ use super::bench_io::io_failure;
 use super::config::{self, RunConfig};
 use super::machine::Machine;
 use super::usage::{Usage, UsageChoice};
-use super::{Done, Failure, cold, interrupt, job, output, render};
+use super::{Done, Failure, cold, interrupt, job, numa, output, render};
 use measure::{How, Measure, Taken, Went};
 use tokens::Tokens;
 use work::{Counts, Test};
@@ -127,6 +127,7 @@ pub fn bench(args: &BenchArgs, machine: &Machine) -> Result<Done, Failure> {
     let format = if args.json { show::Output::Json } else { args.output.unwrap_or_default() };
     let tests = tests(args)?;
     let run_args = run_args(args);
+    let machine = &numa::place(&run_args, machine)?;
     let mut config = config::decide(&run_args, machine)?;
     config.check_memory(machine)?;
     let Some(checkpoint) = job::open_checkpoint(&run_args, &mut config, machine)? else { return Ok(Done::Interrupted) };

@@ -20,7 +20,9 @@ use crate::model::load::LoadError;
 
 use super::{Check, Report, Status};
 use crate::cli::config::RunConfig;
+use crate::cli::info::nodes_text;
 use crate::cli::job::engine_failure_of;
+
 use crate::cli::machine::Machine;
 use crate::cli::plan::speed;
 use crate::cli::{Failure, render, size};
@@ -50,6 +52,7 @@ fn trial_bytes(machine: &Machine) -> usize {
 pub fn pages(machine: &Machine, report: &mut Report) {
     let amx = Kernels::why_missing(Isa::Amx).map_or_else(String::new, |why| format!(" (no amx: {why})"));
     report.ok("cpu", format!("{}, {} cores, {} kernels{amx}", machine.cpu, machine.cores, Kernels::best().isa));
+    numa(machine, report);
     let mode = machine.transparent_huge_pages();
     let pages = match SlabPool::new(trial_bytes(machine), 1) {
         Ok(pool) => pool.report(),
@@ -65,6 +68,16 @@ pub fn pages(machine: &Machine, report: &mut Report) {
         Some(note) => report.warn("huge-pages", detail, note),
         None => report.ok("huge-pages", detail),
     }
+}
+
+/// The nodes of memory: on several of them pages lie where threads happened to run.
+fn numa(machine: &Machine, report: &mut Report) {
+    let nodes = machine.nodes();
+    let several = match nodes.len() {
+        0 | 1 => "",
+        _ => "; pages lie where they are touched first, unless --numa interleave or isolate is given",
+    };
+    report.ok("numa", format!("nodes: {}{several}", nodes_text(&nodes, None)));
 }
 
 /// Contexts that are tried where the usual one does not fit; the last is the shortest that `run` makes.

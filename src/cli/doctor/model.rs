@@ -13,7 +13,6 @@ use crate::cli::{Failure, size};
 /// The model and the tokens of a greeting, where nothing about its files is wrong but perhaps its tokenizer, without
 /// which `run --ids` works.
 pub fn examine(dir: &Path, report: &mut Report) -> Option<(Checkpoint, usize)> {
-
     // What is being written has no small files yet, and none is to be put there.
     if let Err(error @ CheckpointError::Unfinished { .. }) = checkpoint::refuse_partial(dir) {
         report.failure("shards", failure(&error));
@@ -46,7 +45,6 @@ pub fn examine(dir: &Path, report: &mut Report) -> Option<(Checkpoint, usize)> {
     }
     mtp(&checkpoint, report);
     Some((checkpoint, greeting.unwrap_or(1)))
-
 }
 
 fn failure(error: &CheckpointError) -> Failure {

@@ -19,6 +19,7 @@ use crate::engine::{Engine, EngineConfig, EngineError, StageGraph, Switch};
 use super::args::{self, EngineArgs, Ram, RunArgs, WidthArgs};
 use super::config::{self, MaxTokens, RunConfig};
 use super::machine::Machine;
+use super::numa::{self, Numa};
 use super::tuning::{self, Lookup};
 use super::usage::{Usage, UsageChoice};
 use super::{Done, Failure, job, output, render, size};
@@ -66,6 +67,9 @@ pub struct PlanArgs {
     /// Threads that compute [default: the cores this process may use]
     #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = args::parse_threads)]
     threads: Option<usize>,
+    /// Where memory lies and threads run on a machine with several nodes of memory, as run has it [default: off]
+    #[arg(long, value_name = "HOW", value_parser = |text: &str| args::NUMA.parse(text))]
+    numa: Option<Numa>,
     /// Where selections are remembered: auto, off or a file, as run has it [default: auto]
     #[arg(long, value_name = "WHERE", value_parser = UsageChoice::parse)]
     usage: Option<UsageChoice>,
@@ -98,10 +102,12 @@ pub fn plan(args: &PlanArgs, machine: &Machine) -> Result<Done, Failure> {
         widths: args.widths,
         prefetch: args.prefetch,
         threads: args.threads,
+        numa: args.numa,
         usage: args.usage.clone(),
         ..plain.engine
     };
     let run = RunArgs { model: args.model.clone(), max_tokens: args.max_tokens, quiet: true, engine, ..plain };
+    let machine = &numa::place(&run, machine)?;
     let mut config = config::decide(&run, machine)?;
     config.check_memory(machine)?;
     if let Some(tokens) = args.prompt_tokens {

@@ -20,7 +20,7 @@ use super::printer::Show;
 use super::run::{self, Witness};
 use super::size::short;
 use super::tuning::{self, Lookup};
-use super::{Done, Failure, output};
+use super::{Done, Failure, numa, output};
 
 /// Tokens generated when `-n` is not given: enough for percentiles, and for a cache to fill.
 const TOKENS_DEFAULT: i64 = 64;
@@ -76,6 +76,7 @@ struct Ceiling {
 /// Generates and reports.
 pub fn profile(args: &ProfileArgs, machine: &Machine) -> Result<Done, Failure> {
     let run_args = RunArgs { max_tokens: args.run.max_tokens.or(Some(TOKENS_DEFAULT)), ..args.run.clone() };
+    let machine = &numa::place(&run_args, machine)?;
     if let Some(path) = &args.html {
         output::check(path, "page", &job::inputs(&run_args, machine))?;
     }

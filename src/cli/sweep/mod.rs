@@ -18,7 +18,7 @@ use crate::limits::SWEEP_VALUES_MAX;
 use super::args::{self, Ram, RunArgs};
 use super::job::{self, Prepared};
 use super::machine::Machine;
-use super::{Done, Failure, output, render, size};
+use super::{Done, Failure, numa, output, render, size};
 use bits::BitsArgs;
 use measure::{Arm, Measured};
 
@@ -138,6 +138,7 @@ pub fn sweep(args: &SweepArgs, machine: &Machine) -> Result<Done, Failure> {
     values.dedup();
     check(knob, &values, common, machine)?;
     let run_args = run_args(knob, &values, common);
+    let machine = &numa::place(&run_args, machine)?;
     let Some(prepared) = job::prepare(&run_args, machine)? else { return Ok(Done::Interrupted) };
     if values.is_empty() {
         values = match knob {

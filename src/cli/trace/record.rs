@@ -9,7 +9,7 @@ use crate::store::trace::{Recorder, Trace};
 
 use crate::cli::args::RunArgs;
 use crate::cli::machine::Machine;
-use crate::cli::{Done, Failure, config, interrupt, job, output, prompt, render, run, size};
+use crate::cli::{Done, Failure, config, interrupt, job, numa, output, prompt, render, run, size};
 
 /// Tokens of a sequence when a text is recorded and no context is asked for.
 const TEXT_CONTEXT: usize = 1024;
@@ -57,6 +57,7 @@ fn wrote(args: &RecordArgs, trace: &Trace) -> String {
 fn record_text(args: &RecordArgs, machine: &Machine, recorded: &mut Option<Recorder>) -> Result<Done, Failure> {
     // The text itself: a chat template would add tokens to it.
     let run_args = RunArgs { raw: !args.run.ids, ..args.run.clone() };
+    let machine = &numa::place(&run_args, machine)?;
     let mut settings = config::decide(&run_args, machine)?;
     settings.check_memory(machine)?;
     let text = prompt::read_prompt(&run_args)?;

@@ -28,6 +28,7 @@ use super::bench_io::{depth_max, io_failure};
 use super::config::{self, RunConfig};
 use super::job;
 use super::machine::Machine;
+use super::numa::{self, Numa};
 use super::reading::Reading;
 use super::tuning::{self, Key, Profile};
 use super::{Done, Failure, interrupt, output, render};
@@ -61,6 +62,9 @@ pub struct TuneArgs {
     /// Threads that compute [default: the cores this process may use]
     #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = args::parse_threads)]
     pub threads: Option<usize>,
+    /// Where memory lies and threads run on a machine with several nodes of memory, as run has it [default: off]
+    #[arg(long, value_name = "HOW", value_parser = |text: &str| args::NUMA.parse(text))]
+    pub numa: Option<Numa>,
     /// Memory the process may use, as a size or auto: program, weights, context, cached experts [default: auto]
     #[arg(long, value_name = "SIZE", value_parser = args::parse_ram)]
     pub ram: Option<Ram>,
@@ -106,6 +110,7 @@ struct Conditions {
 /// Tunes and saves.
 pub fn tune(args: &TuneArgs, machine: &Machine) -> Result<Done, Failure> {
     let run_args = run_args(args);
+    let machine = &numa::place(&run_args, machine)?;
     let mut config = config::decide(&run_args, machine)?;
     config.check_memory(machine)?;
     let state = tuning::prepare_dir(machine)?;
@@ -126,7 +131,8 @@ pub fn tune(args: &TuneArgs, machine: &Machine) -> Result<Done, Failure> {
 fn run_args(args: &TuneArgs) -> RunArgs {
     // What an earlier tune found does not count.
     let plain = args::plain_run();
-    let engine = EngineArgs { threads: args.threads, ram: args.ram, tuning: Some(false), ..plain.engine };
+    let engine =
+        EngineArgs { threads: args.threads, numa: args.numa, ram: args.ram, tuning: Some(false), ..plain.engine };
     RunArgs { model: args.model.clone(), quiet: args.quiet, engine, ..plain }
 }
 
