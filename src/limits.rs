@@ -138,6 +138,12 @@ pub const AHEAD_SLABS: usize = 6;
 pub const READ_BACK_SLABS: usize = 6;
 /// Threads that hash. One is faster than one drive; several drives, or a slow processor, need more.
 pub const CHECK_WORKERS_MAX: usize = 4;
+/// Tokens drafted for one step: loops and quotations are taken in steps of this length, and no text is foreseen further.
+pub const DRAFT_TOKENS_MAX: usize = 32;
+/// Places of a pair that are looked at for a draft, the latest first.
+pub const NGRAM_CHAIN_MAX: usize = 16;
+/// Tokens of a place that are compared: more that agree make no better draft.
+pub const NGRAM_MATCH_MAX: usize = 16;
 /// Layers ahead of which experts are guessed.
 pub const LOOKAHEAD_LAYERS_MAX: usize = 2;
 /// Bytes of one step in a routing trace: every layer's choices and guesses for as many rows as a step may have.
@@ -183,6 +189,7 @@ const _: () = assert!(0 < STAGING_DEMAND && STAGING_DEMAND < STAGING_SLABS);
 const _: () = assert!(WAIT_STEP.as_nanos() < HUNG_AFTER.as_nanos());
 const _: () = assert!(LOAD_ENCODED_PART_BYTES <= LOAD_PART_BYTES && LOAD_WORKERS_MIN <= LOAD_WORKERS_MAX);
 const _: () = assert!(PIN_SHARE_PERCENT_MAX <= 100 && SECONDS_MIN < SECONDS_MAX);
+const _: () = assert!(DRAFT_TOKENS_MAX < MAX_ROWS);
 const _: () = assert!(MAX_EXPERTS <= u16::MAX as usize + 1);
 const _: () = assert!(MAX_TOP_K <= MAX_EXPERTS);
 const _: () = assert!(MAX_GROUPS <= MAX_EXPERTS);

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use engines::{Arithmetic, Model, Reader, Setup, has_ring, open};
 use millstream::checkpoint::convert::{Width, Widths};
 use millstream::engine::sampler::Sampling;
-use millstream::engine::{GuessFrom, GuessRule, Job};
+use millstream::engine::{DraftRule, DraftSource, GuessFrom, GuessRule, Job};
 use millstream_io::IoMode;
 
 /// Counts every allocation of the process, whatever thread makes it.
@@ -79,11 +79,11 @@ fn wait_until_all_threads_sleep() {
     panic!("the engine's threads do not come to rest");
 }
 
-/// Allocations between the second token and the last, and the reads of the whole generation.
-fn allocations(arithmetic: &Arithmetic, setup: &Setup, sampling: Sampling) -> (u64, u64) {
+/// Allocations between the second token and the last, and the reads and accepted drafts of the whole generation.
+fn allocations(arithmetic: &Arithmetic, setup: &Setup, sampling: Sampling) -> (u64, u64, u64) {
     let mut engine = open(arithmetic, setup).unwrap();
     wait_until_all_threads_sleep();
-    let prompt = arithmetic.model.prompt(25);
+    let prompt = arithmetic.model.repetitive();
     let job = Job { prompt, max_tokens: TOKENS, sampling, stop_ids: vec![] };
     let (mut tokens, mut before, mut after) = (0, 0, 0);
     let show = std::env::var_os("NO_ALLOC_BACKTRACE").is_some();
@@ -104,7 +104,8 @@ fn allocations(arithmetic: &Arithmetic, setup: &Setup, sampling: Sampling) -> (u
     });
     assert_eq!(outcome.unwrap().ids.len(), TOKENS);
     assert!(before > 0, "the counter counts");
-    (after - before, engine.store().device_stats().reads)
+    let accepted = engine.stats().draft.map_or(0, |draft| draft.accepted);
+    (after - before, engine.store().device_stats().reads, accepted)
 }
 
 // One test in this file: what another one allocated meanwhile would be counted.
@@ -121,16 +122,27 @@ fn a_token_after_the_first_allocates_nothing() {
                 [Model::Tiny, Model::TinyInt4Groups, Model::TalesInt4].into_iter().flat_map(Arithmetic::all)
             {
                 let early = GuessRule { from: GuessFrom::Attention, layers: 2 };
-                for (threads, sampling, guess) in
-                    [(1, Sampling::greedy(), early), (2, drawn, GuessRule { from: GuessFrom::Shared, layers: 1 })]
+                let (late, ngram) = (GuessRule { from: GuessFrom::Shared, layers: 1 }, DraftSource::Ngram);
+                for (threads, sampling, guess, source) in
+                    [(1, Sampling::greedy(), early, ngram), (2, drawn, late, DraftSource::Off)]
                 {
-                    let stored = Setup { slabs: 9, reader, io, threads, guess, ..Setup::default() };
+                    let stored = Setup {
+                        slabs: 9,
+                        reader,
+                        io,
+                        threads,
+                        guess,
+                        drafts: DraftRule { source, most: 4 },
+                        ..Setup::default()
+                    };
                     // Those of the tiny model are quantized on their way.
                     let widths = Widths { experts: Some(Width::Bits4), group: Some(16), ..Widths::default() };
                     let quantized = Setup { widths, ..stored };
                     for setup in [stored, quantized].iter().take(1 + usize::from(arithmetic.model == Model::Tiny)) {
-                        let (allocations, reads) = allocations(&arithmetic, setup, sampling);
+                        let (allocations, reads, accepted) = allocations(&arithmetic, setup, sampling);
                         assert!(reads > TOKENS as u64, "the pool holds everything: {reads} reads");
+                        let repeats = source == ngram && arithmetic.model == Model::TalesInt4;
+                        assert!(!repeats || accepted > 0, "{arithmetic:?}");
                         assert_eq!(allocations, 0, "{arithmetic:?} {setup:?}, NO_ALLOC_BACKTRACE=1 shows where");
                     }
                 }

@@ -6,7 +6,9 @@
 mod engines;
 
 use engines::{ALL_SLABS, Answer, Arithmetic, Model, Reader, Setup, answer, assert_same, has, has_ring, open};
-use millstream::engine::{Activations, Depth, Engine, EngineError, GuessFrom, GuessRule, PolicyKind, Switch, Switches};
+use millstream::engine::{
+    Activations, Depth, DraftRule, DraftSource, Engine, EngineError, GuessFrom, GuessRule, PolicyKind, Switch, Switches,
+};
 use millstream::kernels::Kernels;
 use millstream::store::{ExpertKey, Tier};
 use millstream_io::{CHUNK_WHOLE, IoError, IoMode};
@@ -352,10 +354,12 @@ proptest! {
         rows in prop::sample::select(vec![1, 2, 3, 8, 33, 128]),
         isa in any::<prop::sample::Index>(),
         warm in any::<bool>(),
+        drafts in prop_oneof![Just(RESIDENT.drafts), (1..9usize).prop_map(|most| DraftRule { source: DraftSource::Ngram, most })],
     ) {
         let all: Vec<Arithmetic> = Model::ALL.into_iter().flat_map(Arithmetic::all).collect();
         let arithmetic = which.get(&all);
-        let prompt = arithmetic.model.prompt(length);
+        // The second half of it is the first, so that there are drafts.
+        let prompt = arithmetic.model.prompt(length.div_ceil(2)).repeat(2);
         let isas = Kernels::all_available();
         let setup = Setup {
             slabs,
@@ -373,6 +377,7 @@ proptest! {
             pins,
             history,
             widths: RESIDENT.widths,
+            drafts,
         };
         let mut engine = open(arithmetic, &setup).unwrap();
         if warm {

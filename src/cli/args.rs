@@ -10,9 +10,9 @@ use millstream_io::{CHUNK_WHOLE, DeviceKind, IoMode};
 
 use crate::checkpoint::container::GROUP_SIZES;
 use crate::checkpoint::convert::{Width, Widths};
-use crate::engine::{Activations, AttentionForm, Depth, Dsa, KvBits, PolicyKind, Switch, Verify};
+use crate::engine::{Activations, AttentionForm, Depth, DraftSource, Dsa, KvBits, PolicyKind, Switch, Verify};
 use crate::kernels::Isa;
-use crate::limits::{MAX_CONTEXT, MAX_THREADS, RAM_BYTES_MIN, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
+use crate::limits::{DRAFT_TOKENS_MAX, MAX_CONTEXT, MAX_THREADS, RAM_BYTES_MIN, ROUNDS_MAX, SECONDS_MAX, SECONDS_MIN};
 
 use super::bench::BenchArgs;
 use super::census::CensusArgs;
@@ -125,6 +125,14 @@ pub struct RunArgs {
     /// Go on when the model ends its turn
     #[arg(long)]
     pub ignore_eos: bool,
+    /// Draft tokens that may come next and check several in one step, which changes no answer: off, or ngram (what followed
+    /// where the text last went as it does now) [default: off]
+    #[arg(long, value_name = "SOURCE", value_parser = |text: &str| DRAFT.parse(text))]
+    pub draft: Option<DraftSource>,
+    /// Most tokens drafted for a step, 1 to 32 [default: 8]
+    #[arg(long, visible_alias = "draft-n", value_name = "N", allow_negative_numbers = true,
+          value_parser = |text: &str| in_range(text, 1, DRAFT_TOKENS_MAX))]
+    pub draft_max: Option<usize>,
     /// Tokens of context, prompt and answer together [default: what prompt and -n need]
     #[arg(short, long, visible_alias = "context", value_name = "N", allow_negative_numbers = true, value_parser = parse_context)]
     pub ctx_size: Option<usize>,
@@ -466,6 +474,9 @@ pub const DSA: Choices<Dsa> = Choices(&[("auto", Dsa::Auto), ("on", Dsa::On), ("
 /// `--pipeline` and `--prefetch`.
 pub const SWITCH: Choices<Switch> = Choices(&[("auto", Switch::Auto), ("on", Switch::On), ("off", Switch::Off)]);
 
+/// `--draft`.
+pub const DRAFT: Choices<DraftSource> = Choices(&[("off", DraftSource::Off), ("ngram", DraftSource::Ngram)]);
+
 /// A switch of which nothing is decided by measuring.
 pub const ON_OFF: Choices<bool> = Choices(&[("on", true), ("off", false)]);
 
@@ -659,6 +670,9 @@ mod tests {
             &["run", "--ids", "--raw"],
             &["run", "-q", "-v"],
             &["run", "-n", "-2"],
+            &["run", "--draft", "guess"],
+            &["run", "--draft-max", "0"],
+            &["run", "--draft-max", "33"],
             &["run", "stray"],
             &["run", "--numa", "both"],
             &["run", "--ram", "0"],

@@ -11,7 +11,7 @@ use crate::checkpoint::convert::Widths;
 use crate::engine::config::DEFAULT_PREFILL_ROWS;
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, Dsa, EngineConfig, Memory};
+use crate::engine::{Activations, AttentionForm, DraftRule, Dsa, EngineConfig, Memory};
 use crate::limits::{MAX_ROWS, PROGRAM_REST_BYTES, THREAD_BYTES, TOKENIZER_TIMES};
 
 use super::Failure;
@@ -138,6 +138,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         MaxTokens::Context => Json::from("context"),
     };
     settings.add("max-tokens", shown, flag_or_default(&args.max_tokens));
+    let drafts = decide_drafts(args, &mut settings);
     StopMatcher::new(args.stop.clone()).map_err(stop_failure)?;
     settings.add("stop", args.stop.clone(), if args.stop.is_empty() { "default" } else { "flag" });
 
@@ -155,6 +156,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         mirrors,
         verify_seed: sampling.seed,
         timeline: args.timeline.is_some(),
+        drafts,
         space: machine.memory.space,
         nodes: machine.placed.spread.clone(),
         ..EngineConfig::new(machine.memory.shared)
@@ -456,6 +458,13 @@ fn decide_sampling(args: &RunArgs, settings: &mut Settings) -> Result<Sampling, 
     settings.add("min-p", shortest(sampling.min_p), flag_or_default(&args.min_p));
     settings.add("seed", seed, if matches!(args.seed, Some(Seed::Fixed(_))) { "flag" } else { "random" });
     Ok(sampling)
+}
+
+fn decide_drafts(args: &RunArgs, settings: &mut Settings) -> DraftRule {
+    let rule = DraftRule { source: args.draft.unwrap_or_default(), most: args.draft_max.unwrap_or(DraftRule::MOST) };
+    settings.add("draft", args::DRAFT.name(rule.source), flag_or_default(&args.draft));
+    settings.add("draft-max", rule.most, flag_or_default(&args.draft_max));
+    rule
 }
 
 /// 0.7 and not 0.699999988079071.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::engine::stats::{Directness, DriveUse, ExpertStats, IoStats, Stats};
+use crate::engine::stats::{Directness, DraftStats, DriveUse, ExpertStats, IoStats, Stats};
 
 use super::config::Setting;
 use super::machine::Machine;
@@ -192,6 +192,7 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
         over_steps(stats).map_or_else(String::new, |steps| format!("{steps}, ")),
         seed.map_or_else(String::new, |seed| format!(", seed {seed}")),
     );
+    draft_line(&mut text, stats);
     stage_table(&mut text, stats);
     disk_lines(&mut text, &stats.io);
     expert_lines(&mut text, &stats.experts);
@@ -219,6 +220,19 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
         size::show(memory.kv),
     );
     text
+}
+
+/// What drafts were worth.
+fn draft_line(text: &mut String, stats: &Stats) {
+    let Some(DraftStats { source, drafted, accepted, acceptance, tokens_per_forward, .. }) = stats.draft else {
+        return;
+    };
+    let Some(tokens) = tokens_per_forward else { return };
+    let accepted = acceptance.map_or_else(String::new, |share| {
+        format!(", {} of them right ({:.1} %)", size::grouped(accepted), 100.0 * share)
+    });
+    let _ =
+        writeln!(text, "drafts  {} by {source}{accepted}; {tokens:.2} tokens a step", size::counted(drafted, "token"),);
 }
 
 /// What was read, by which device and from which drives.

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use millstream_io::{DEPTH_AUTO, DeviceKind, IoMode};
 
 use super::EngineError;
+use super::drafts::DraftRule;
 use super::space::Space;
+
 use super::switches::{Switch, Switches};
 use crate::checkpoint::convert::Widths;
 use crate::forward::KvBits;
@@ -91,6 +93,8 @@ pub struct EngineConfig {
     pub chunk_bytes: Option<u32>,
     /// When experts are read, until [`super::Engine::set_switches`] says otherwise.
     pub switches: Switches,
+    /// What drafts tokens of an answer, and how many.
+    pub drafts: DraftRule,
     /// Whether to keep what was done when, for [`super::Engine::timeline`].
     pub timeline: bool,
     /// Which cached expert gives way to another.
@@ -151,6 +155,7 @@ impl EngineConfig {
         self.widths.check()?;
         within("compute threads", self.threads, 1..=MAX_THREADS)?;
         self.switches.check()?;
+        self.drafts.check()?;
         within("rows of a prefill chunk", self.prefill_rows, 1..=MAX_ROWS)?;
         match self.memory {
             Memory::Slabs(slabs) => within("slabs", slabs, MIN_SLABS..=u32::MAX as usize),
@@ -167,6 +172,7 @@ impl EngineConfig {
             depth: Depth::Auto,
             chunk_bytes: None,
             switches: Switches::default(),
+            drafts: DraftRule::default(),
             timeline: false,
             policy: PolicyKind::default(),
             history: Vec::new(),

@@ -6,6 +6,7 @@ use millstream_io::{Access, FileId, FileSet, IoMode, SlabPool, settle};
 
 use super::budget::{Budget, Demand, Narrower, Slabs, TooSmall};
 use super::config::{DEFAULT_PREFILL_ROWS, Memory};
+use super::drafts::Drafts;
 use super::sampler::Sampler;
 use super::space::unheld;
 use super::{EngineConfig, EngineError, context_of, experts, forms_of, rows, scales, sparse_of};
@@ -200,8 +201,10 @@ impl Parts<'_> {
         let (arch, threads) = (&self.checkpoint.arch, config.threads);
         let (mut room, mut working) = (Room::counting(), Room::counting());
         // What the explicit form rebuilds is counted by itself.
-        State::new(kernels, arch, rows, context, threads, false, &mut room);
-        ExpertScratch::new(kernels, arch, rows, self.requantized, &mut working);
+        let step_rows = rows.max(config.drafts.rows());
+        State::new(kernels, arch, step_rows, config.drafts.rows(), context, threads, false, &mut room);
+        ExpertScratch::new(kernels, arch, step_rows, self.requantized, &mut working);
+        Drafts::new(config.drafts, context, &mut room);
         rope_of(arch, context, &mut room);
         room.add(Sampler::bytes(arch.vocab));
         if config.timeline {

@@ -43,7 +43,7 @@ impl Engine {
         self.begin_after(keep, prompt.len());
         let result = self.prefill(prompt, cancel, observer).and_then(|()| {
             for &id in answer {
-                self.decode_step(id, cancel, observer)?;
+                self.decode_step(&[id], cancel, observer)?;
             }
             Ok(Finish::Length)
         });

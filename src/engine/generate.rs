@@ -1,4 +1,4 @@
-//! One generation: prefill in chunks, then token by token.
+//! One generation: the prompt in chunks, then the [answer](super::decode); and texts that are scored.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
@@ -12,7 +12,6 @@ use super::stats::Fetched;
 use super::{Engine, EngineError};
 use crate::forward::{self, ForwardError, KvCache, Logits, Observed, Observer, Step};
 use crate::meter::Stage;
-use crate::store::StoreError;
 
 /// What to generate.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,8 +53,10 @@ pub struct Outcome {
 pub(super) struct Times {
     pub(super) prompt_tokens: usize,
     pub(super) tokens: usize,
-    /// Steps after the prompt: one for each token that went back into the model.
+    /// Tokens that went back into the model after the prompt.
     pub(super) decode_steps: usize,
+    /// Steps that took them there: fewer where drafts were accepted.
+    pub(super) forwards: usize,
     /// Until the logits of the last prompt token; none of a generation that did not come so far.
     pub(super) prefill: Option<Duration>,
     pub(super) first_token: Option<Duration>,
@@ -78,7 +79,7 @@ impl Engine {
     }
 
     /// As [`Engine::generate`], showing `observer` the router's choice in every routed layer of every step, in order, and
-    /// the guesses of it.
+    /// the guesses of it; those of drafts too, accepted or not.
     pub fn generate_observed(
         &mut self,
         job: &Job,
@@ -88,6 +89,7 @@ impl Engine {
     ) -> Result<Outcome, EngineError> {
         self.check(job)?;
         self.begin(job.prompt.len());
+        self.drafts.begin(&job.prompt);
         // The longest answer is known here, so that no token has to make room for the next.
         let mut ids = Vec::with_capacity(job.max_tokens.min(self.context()));
         let result = self
@@ -120,9 +122,7 @@ impl Engine {
         take: &mut dyn FnMut(&[f32]),
     ) -> Result<Finish, EngineError> {
         match self.score_chunks(tokens, cancel, &mut (), take) {
-            Err(EngineError::Forward(ForwardError::Cancelled | ForwardError::Store(StoreError::GivenUp))) => {
-                Ok(Finish::Interrupted)
-            }
+            Err(error) if error.is_stop() => Ok(Finish::Interrupted),
             other => other.map(|()| Finish::Length),
         }
     }
@@ -198,9 +198,7 @@ impl Engine {
         let result = self.end_reads().and(result);
         self.meter.lap(Stage::Other);
         match result {
-            Err(EngineError::Forward(ForwardError::Cancelled | ForwardError::Store(StoreError::GivenUp))) => {
-                Ok(Finish::Interrupted)
-            }
+            Err(error) if error.is_stop() => Ok(Finish::Interrupted),
             other => other,
         }
     }
@@ -234,54 +232,6 @@ impl Engine {
         Ok(())
     }
 
-    fn decode(
-        &mut self,
-        job: &Job,
-        cancel: &AtomicBool,
-        on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
-        observer: &mut dyn Observer,
-        ids: &mut Vec<u32>,
-    ) -> Result<Finish, EngineError> {
-        while ids.len() < job.max_tokens {
-            let position = self.kv.len();
-            let id = self.sampler.sample(self.state.logits(), &job.sampling, position as u64)?;
-            self.meter.lap(Stage::Sample);
-            if job.stop_ids.contains(&id) {
-                return Ok(Finish::Stop);
-            }
-            ids.push(id);
-            if ids.len() == 1 {
-                self.times.first_token = Some(self.meter.wall());
-            }
-            let go_on = on_token(id);
-            self.meter.lap(Stage::Other);
-            if go_on.is_break() {
-                return Ok(Finish::StopString);
-            }
-            if ids.len() == job.max_tokens || position == self.context() {
-                break;
-            }
-            self.decode_step(id, cancel, observer)?;
-        }
-        Ok(Finish::Length)
-    }
-
-    /// Puts `id` through the model, after which the logits of its successor are there.
-    pub(super) fn decode_step(
-        &mut self,
-        id: u32,
-        cancel: &AtomicBool,
-        observer: &mut dyn Observer,
-    ) -> Result<(), EngineError> {
-        let began = self.meter.wall();
-        self.turning.turn(&mut self.experts);
-        let step = Step { tokens: &[id], form: self.decode_form, logits: Logits::Last, cancel };
-        self.observed_step(&step, observer)?;
-        self.turning.judge(&self.experts, (self.meter.wall() - began).as_secs_f64());
-        self.times.decode_steps += 1;
-        Ok(())
-    }
-
     pub(super) fn readings(&self) -> Readings {
         Readings::take(&self.meter, &self.experts.store.device().stats())
     }
@@ -295,7 +245,8 @@ impl Engine {
         self.observed_step(step, &mut ())
     }
 
-    fn observed_step(&mut self, step: &Step, observer: &mut dyn Observer) -> Result<(), EngineError> {
+    pub(super) fn observed_step(&mut self, step: &Step, observer: &mut dyn Observer) -> Result<(), EngineError> {
+        self.drafts.row = 0;
         let Engine { model, experts, kv, state, meter, .. } = self;
         let mut experts = Observed { inner: experts, observer };
         Ok(forward::step(model, &mut experts, kv, state, meter, step)?)

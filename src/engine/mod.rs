@@ -3,7 +3,9 @@
 mod auto;
 pub mod budget;
 pub mod config;
+mod decode;
 mod divided;
+mod drafts;
 pub mod error;
 mod experts;
 mod forced;
@@ -50,6 +52,8 @@ pub use crate::store::{Hung, Notice, Verify, Watch};
 use budget::Budget;
 pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory};
 pub use divided::Divided;
+use drafts::Drafts;
+pub use drafts::{DraftRule, DraftSource};
 pub use error::EngineError;
 pub use forced::Forced;
 use generate::Times;
@@ -80,6 +84,7 @@ pub struct Engine {
     load: Duration,
     times: Times,
     turning: Turning,
+    drafts: Drafts,
 }
 
 /// Opens the device that expert reads go through; a test may put another in its place.
@@ -136,6 +141,7 @@ impl Engine {
         let started = Instant::now();
         let divided = Divided::new(&checkpoint, config)?;
         let Divided { context, sparse, rows, kernels, prompt_form, decode_form, .. } = divided;
+        let step_rows = rows.max(config.drafts.rows());
         let Divided { files, table, requantized, plan, budget, .. } = divided;
         let mut notes = checkpoint.notes().to_vec();
         notes.extend(files.describe());
@@ -163,7 +169,7 @@ impl Engine {
         store.set_policy(config.policy);
         let mut experts = Streamed::new(
             store,
-            ExpertScratch::new(kernels, &checkpoint.arch, rows, requantized, &mut Room::default()),
+            ExpertScratch::new(kernels, &checkpoint.arch, step_rows, requantized, &mut Room::default()),
         );
         if !config.history.is_empty() {
             experts.store.remember(config.history.clone(), checkpoint.arch.moe.top_k, config.pins.asked());
@@ -188,11 +194,11 @@ impl Engine {
         }
         let guess_from = config.switches.guess.from;
         let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
-        let room = &mut Room::default();
+        let (room, drafts) = (&mut Room::default(), config.drafts);
         let mut engine = Engine {
             experts,
             kv: KvCache::new(&arch, context, sparse, config.kv_bits),
-            state: State::new(kernels, &arch, rows, context, config.threads, explicit, room),
+            state: State::new(kernels, &arch, step_rows, drafts.rows(), context, config.threads, explicit, room),
             meter: Meter::with_timeline(kept),
             sampler: Sampler::new(arch.vocab),
             prompt_form,
@@ -205,6 +211,7 @@ impl Engine {
             load: opened_in + started.elapsed(),
             times: Times::default(),
             turning: Turning::new(config.switches),
+            drafts: Drafts::new(drafts, context, room),
             model: Model { rope: rope_of(&arch, context, room), compute, arch, resident, sparse, guess_from },
         };
         engine.apply_switches();
@@ -245,7 +252,8 @@ impl Engine {
 
     /// Logits of what follows the last position that was decoded, or that ended a prompt: `[vocab]`.
     pub fn logits(&mut self) -> &[f32] {
-        self.state.logits()
+        let (row, vocab) = (self.drafts.row, self.model.arch.vocab);
+        self.state.logits().get(row * vocab..(row + 1) * vocab).unwrap_or_default()
     }
 
     /// The expert store, for its counters, its pool and its device.

@@ -6,9 +6,10 @@
 use millstream_io::{Access, IoMode};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use super::Engine;
+use super::drafts::Drafts;
 use super::overlap::judge;
 pub use super::overlap::{OverlapStats, Verdict};
+use super::{DraftSource, Engine};
 use crate::meter::Stage;
 
 /// Numbers of one generation. Field names are stable; more may be added.
@@ -26,7 +27,7 @@ pub struct Stats {
     pub prompt_tokens: usize,
     /// Tokens generated.
     pub tokens: usize,
-    /// Steps after the prompt: tokens that went back into the model.
+    /// Tokens that went back into the model after the prompt: steps, where nothing was drafted.
     pub decode_steps: usize,
     /// Ids of the generated tokens.
     pub ids: Vec<u32>,
@@ -49,7 +50,7 @@ pub struct Stats {
     pub decode_s: f64,
     /// Prompt tokens per second of prefill.
     pub prefill_tok_s: Option<f64>,
-    /// Steps per second of decode; none where there was no step.
+    /// Of those a second of decode; none where there was none.
     pub decode_tok_s: Option<f64>,
     /// The generation, prefill and decode, without loading.
     pub wall_s: f64,
@@ -64,6 +65,9 @@ pub struct Stats {
     pub experts: ExpertStats,
     /// What the prompt had of both; the rest was of the answer.
     pub prefill: Fetched,
+    /// What drafts were worth; none where nothing drafts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub draft: Option<DraftStats>,
     /// What memory is used for.
     pub memory: MemoryStats,
     /// What bound the decode; none where nothing was decoded.
@@ -275,6 +279,23 @@ pub struct ExpertStats {
     pub verify_s: f64,
 }
 
+/// Drafts of a generation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct DraftStats {
+    /// What drafted, as it was asked for.
+    pub source: &'static str,
+    /// Steps after the prompt.
+    pub forwards: usize,
+    /// Tokens that went back into the model, of each of those.
+    pub tokens_per_forward: Option<f64>,
+    /// Tokens drafted; those behind the end of the answer are not counted.
+    pub drafted: u64,
+    /// Of those, what the model chose too.
+    pub accepted: u64,
+    /// Share of them; none where nothing was drafted.
+    pub acceptance: Option<f64>,
+}
+
 /// Experts asked for and bytes read by a part of a generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Fetched {
@@ -407,6 +428,7 @@ impl Engine {
                 verify_s: store.checking.as_secs_f64(),
             },
             prefill: times.prefill.map_or_else(|| self.fetched(), |_| times.of_prefill),
+            draft: self.draft_stats(),
             memory: MemoryStats {
                 budget: self.budget.total,
                 program: self.budget.program,
@@ -424,6 +446,17 @@ impl Engine {
         };
         stats.derive();
         stats
+    }
+
+    fn draft_stats(&self) -> Option<DraftStats> {
+        let Drafts { rule, tally, .. } = &self.drafts;
+        (rule.source != DraftSource::Off).then(|| DraftStats {
+            source: rule.source.name(),
+            forwards: self.times.forwards,
+            drafted: tally.drafted,
+            accepted: tally.accepted,
+            ..DraftStats::default()
+        })
     }
 
     /// What was fetched since the counters began.
@@ -502,6 +535,10 @@ impl Stats {
         }
         self.experts.hit_rate = (self.experts.requested > 0)
             .then(|| 1.0 - self.experts.missed.min(self.experts.requested) as f64 / self.experts.requested as f64);
+        if let Some(draft) = &mut self.draft {
+            draft.tokens_per_forward = (draft.forwards > 0).then(|| self.decode_steps as f64 / draft.forwards as f64);
+            draft.acceptance = (draft.drafted > 0).then(|| draft.accepted as f64 / draft.drafted as f64);
+        }
         if let Some(overlap) = self.overlap.filter(|_| self.decode_steps > 0) {
             // Of the whole generation, which the verdict is about the longer part of.
             let attention = self.stages.0.iter().find(|(name, _)| *name == Stage::Attention.name());
@@ -525,6 +562,8 @@ impl Stats {
         let rates = rates.chain([&mut experts.previous_token_recall]);
         let rates = rates.chain([&mut io.depth_mean, &mut io.slab_p50_ms, &mut io.slab_p99_ms]);
         let rates = rates.chain(io.drives.iter_mut().map(|drive| &mut drive.gb_s));
+        let rates =
+            rates.chain(self.draft.iter_mut().flat_map(|draft| [&mut draft.tokens_per_forward, &mut draft.acceptance]));
         rates.flatten().for_each(|rate| *rate = rounded(*rate, 1e6));
         times.for_each(|time| *time = rounded(*time, 1e9));
         io.drives.iter_mut().for_each(|drive| drive.busy_s = rounded(drive.busy_s, 1e9));

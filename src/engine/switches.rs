@@ -75,8 +75,7 @@ impl Turning {
     pub(super) fn begin(&mut self, experts: &mut Streamed) {
         self.pipeline.begin();
         self.prefetch.begin();
-        experts.pipeline = self.asked.pipeline.asked().unwrap_or(self.pipeline.position());
-        experts.prefetch = self.asked.prefetch.asked().unwrap_or(self.prefetch.position());
+        self.hold(experts);
     }
 
     /// Sets what is decided by measuring for the next step, which turns at most one of the two.
@@ -89,6 +88,12 @@ impl Turning {
         if auto_prefetch {
             experts.prefetch = prefetch.next(!(auto_pipeline && pipeline.is_compared()));
         }
+    }
+
+    /// As found best so far, for a step that nothing is learned from.
+    pub(super) fn hold(&self, experts: &mut Streamed) {
+        experts.pipeline = self.asked.pipeline.asked().unwrap_or(self.pipeline.position());
+        experts.prefetch = self.asked.prefetch.asked().unwrap_or(self.prefetch.position());
     }
 
     /// Takes the time of the step that [`Turning::turn`] was called before.

@@ -118,7 +118,7 @@ impl Trial {
         let mut kv = KvCache::new(&arch, positions + 1, sparse, config.kv_bits);
         kv.advance(positions);
         Ok(Trial {
-            state: State::new(kernels, &arch, 1, positions + 1, config.threads, form == Form::Explicit, room),
+            state: State::new(kernels, &arch, 1, 1, positions + 1, config.threads, form == Form::Explicit, room),
             experts: Drawn { inner, layers: drawn },
             kv,
             meter: Meter::new(),

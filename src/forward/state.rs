@@ -76,12 +76,13 @@ pub struct State {
 }
 
 impl State {
-    /// Scratch for steps of up to `rows` rows in contexts of up to `context` positions on `threads` threads, counted in
+    /// Scratch for steps of up to `rows` rows, `answered` of which get logits in a step of an answer, in contexts of up to `context` positions on `threads` threads, counted in
     /// `room`; `explicit` says whether the explicit form of attention will ever be asked for.
     pub fn new(
         k: &Kernels,
         arch: &Arch,
         rows: usize,
+        answered: usize,
         context: usize,
         threads: usize,
         explicit: bool,
@@ -107,12 +108,12 @@ impl State {
             gates: room.floats(rows * arch.moe.top_k),
             mlp: MlpScratch::new(k, rows, width, room),
             quantized: quantized(k, rows, joined, room),
-            logits: room.empty(arch.vocab),
+            logits: room.empty(answered * arch.vocab),
             lookahead: Lookahead::new(arch, rows, room),
         }
     }
 
-    /// Logits of the last step, `[rows that were asked for, vocab]`; the sampler may reorder them.
+    /// Logits of the last step, `[rows that were asked for, vocab]`.
     pub fn logits(&mut self) -> &mut [f32] {
         &mut self.logits
     }

@@ -21,6 +21,9 @@ pub mod pipeline {}
 #[doc = include_str!("caching.md")]
 pub mod caching {}
 
+#[doc = include_str!("speculation.md")]
+pub mod speculation {}
+
 #[doc = include_str!("profiling.md")]
 pub mod profiling {}
 

@@ -12,8 +12,8 @@ use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::convert::{ConvertOptions, Width, Widths, convert};
 use millstream::engine::sampler::Sampling;
 use millstream::engine::{
-    Activations, AttentionForm, Depth, Engine, EngineConfig, EngineError, GuessFrom, GuessRule, Job, KvBits, Memory,
-    PolicyKind, Switch, Switches, Verify,
+    Activations, AttentionForm, Depth, DraftRule, DraftSource, Engine, EngineConfig, EngineError, GuessFrom, GuessRule,
+    Job, KvBits, Memory, PolicyKind, Switch, Switches, Verify,
 };
 use millstream::kernels::Isa;
 use millstream_io::{
@@ -92,6 +92,15 @@ impl Model {
     /// The widths of `config.json`'s stop tokens and text do not matter here: ids are drawn evenly, by a fixed rule.
     pub fn prompt(self, len: usize) -> Vec<u32> {
         (0..len as u32).map(|i| (i * i * 31 + i * 17 + 5) % self.vocab()).collect()
+    }
+
+    /// A prompt that repeats itself; the trained model goes on with its last four tokens for some rounds.
+    pub fn repetitive(self) -> Vec<u32> {
+        let begins = [4086, 4088, 2650, 680, 258, 537, 438, 308, 258, 437, 795, 418, 340, 840, 3067, 11, 269, 258, 795];
+        match self {
+            Model::Tales | Model::TalesInt4 => begins.into_iter().chain([11, 269, 258, 795].repeat(5)).collect(),
+            _ => self.prompt(17).repeat(2),
+        }
     }
 
     /// Whether matmuls have an integer path to take.
@@ -186,6 +195,7 @@ pub struct Setup {
     pub history: Option<u64>,
     /// What is quantized while it is loaded, or read.
     pub widths: Widths,
+    pub drafts: DraftRule,
 }
 
 impl Setup {
@@ -206,6 +216,7 @@ impl Setup {
         pins: Switch::Auto,
         history: None,
         widths: Widths { experts: None, dense: None, io: None, mtp: None, indexer: None, group: None },
+        drafts: DraftRule { source: DraftSource::Off, most: DraftRule::MOST },
     };
 }
 
@@ -217,7 +228,7 @@ impl Default for Setup {
 
 pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
     let Setup { slabs, reader, io, threads, rows, isa, depth, chunk_bytes, pipeline, prefetch, .. } = *setup;
-    let Setup { guess, policy, pins, history, widths, .. } = *setup;
+    let Setup { guess, policy, pins, history, widths, drafts, .. } = *setup;
     EngineConfig {
         io,
         device: match reader {
@@ -232,6 +243,7 @@ pub fn config(arithmetic: &Arithmetic, setup: &Setup) -> EngineConfig {
         policy,
         pins,
         widths,
+        drafts,
         // Enough selections to be trusted, of some experts more than of others.
         history: history.map_or_else(Vec::new, |seed| (0..200).map(|key| (seed ^ key) * 7919 % 100_003).collect()),
         threads,

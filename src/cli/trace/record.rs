@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
-use crate::engine::Finish;
+use crate::engine::{DraftSource, Finish};
 use crate::model::tokenizer::TokenizerError;
 use crate::store::trace::{Recorder, Trace};
 
@@ -36,6 +36,12 @@ pub struct RecordArgs {
 
 /// Records.
 pub fn record(args: &RecordArgs, machine: &Machine) -> Result<Done, Failure> {
+    if args.run.draft.is_some_and(|source| source != DraftSource::Off) {
+        return Err(Failure::usage(
+            "--draft: a trace is of what tokens choose, and drafts that are not accepted are none",
+        )
+        .hint("leave --draft out: the answer is the same"));
+    }
     output::check(&args.out, "trace", &job::inputs(&args.run, machine))?;
     let mut recorded = None;
     let done = if args.text {

@@ -1,0 +1,134 @@
+//! The answer: a token a step, or as many as were drafted and turn out right.
+//!
+//! A step takes the current token and drafts of what follows it. The row of a token has the bits that it would have alone,
+//! and its successor is chosen from its logits as of its own position. While that is what was drafted, the next row is one of
+//! the answer too; the first that is something else is the current token of the next step, and rows behind it are none of the
+//! cache. At whatever token an answer ends, nothing is left that a plain one would not have left.
+
+use std::ops::ControlFlow;
+use std::sync::atomic::AtomicBool;
+
+use super::{Engine, EngineError, Finish, Job};
+use crate::forward::{ForwardError, Logits, Observer, Step};
+use crate::meter::Stage;
+use crate::store::StoreError;
+
+impl EngineError {
+    /// Whether somebody wanted the generation to end, and nothing is wrong.
+    pub(super) fn is_stop(&self) -> bool {
+        matches!(self, EngineError::Forward(ForwardError::Cancelled | ForwardError::Store(StoreError::GivenUp)))
+    }
+}
+
+impl Engine {
+    /// Goes on from the logits of the prompt until the answer ends.
+    pub(super) fn decode(
+        &mut self,
+        job: &Job,
+        cancel: &AtomicBool,
+        on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
+        observer: &mut dyn Observer,
+        ids: &mut Vec<u32>,
+    ) -> Result<Finish, EngineError> {
+        if job.max_tokens == 0 {
+            return Ok(Finish::Length);
+        }
+        let mut id = self.choose(job)?;
+        loop {
+            if let Some(finish) = self.give(id, job, on_token, ids) {
+                return Ok(finish);
+            }
+            // As many tokens as may follow the one that this step finds in any case.
+            let room = (job.max_tokens - ids.len()).min(self.context() - self.kv.len()) - 1;
+            self.drafts.draft(id, room);
+            self.drafted_step(cancel, observer)?;
+            loop {
+                id = self.choose(job)?;
+                if !self.drafts.is_next(id) {
+                    break;
+                }
+                if let Some(finish) = self.give(id, job, on_token, ids) {
+                    self.drafts.end();
+                    return Ok(finish);
+                }
+                self.kv.advance(1);
+                self.drafts.accept();
+                self.times.decode_steps += 1;
+            }
+        }
+    }
+
+    /// The token that follows the last position.
+    fn choose(&mut self, job: &Job) -> Result<u32, EngineError> {
+        let (row, vocab, position) = (self.drafts.row, self.model.arch.vocab, self.kv.len());
+        let logits = &self.state.logits()[row * vocab..][..vocab];
+        let id = self.sampler.sample(logits, &job.sampling, position as u64)?;
+        self.meter.lap(Stage::Sample);
+        Ok(id)
+    }
+
+    /// Hands out a token that was chosen. Why the answer ends, where it does.
+    fn give(
+        &mut self,
+        id: u32,
+        job: &Job,
+        on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
+        ids: &mut Vec<u32>,
+    ) -> Option<Finish> {
+        if job.stop_ids.contains(&id) {
+            return Some(Finish::Stop);
+        }
+        ids.push(id);
+        self.drafts.push(id);
+        if ids.len() == 1 {
+            self.times.first_token = Some(self.meter.wall());
+        }
+        let go_on = on_token(id);
+        self.meter.lap(Stage::Other);
+        if go_on.is_break() {
+            return Some(Finish::StopString);
+        }
+        (ids.len() == job.max_tokens || self.kv.len() == self.context()).then_some(Finish::Length)
+    }
+
+    /// Puts the run of drafts through the model; after that the first of it is the last position of the cache.
+    fn drafted_step(&mut self, cancel: &AtomicBool, observer: &mut dyn Observer) -> Result<(), EngineError> {
+        let mut run = std::mem::take(&mut self.drafts.run);
+        let mut result = self.decode_step(&run, cancel, observer);
+        // What a draft asks for the answer may never need: that it cannot be had ends no answer.
+        if run.len() > 1 && result.as_ref().is_err_and(|error| !error.is_stop()) {
+            run.truncate(1);
+            result = self.decode_step(&run, cancel, observer);
+        }
+        self.drafts.run = run;
+        result
+    }
+
+    /// Puts `run` through the model: a token, after which the logits of its successor are there, and drafts, whose rows are
+    /// there and not part of the cache yet.
+    pub(super) fn decode_step(
+        &mut self,
+        run: &[u32],
+        cancel: &AtomicBool,
+        observer: &mut dyn Observer,
+    ) -> Result<(), EngineError> {
+        let (began, start) = (self.meter.wall(), self.kv.len());
+        let is_plain = run.len() == 1;
+        // Steps of more rows take longer: nothing is learned from comparing them with others.
+        if is_plain {
+            self.turning.turn(&mut self.experts);
+        } else {
+            self.turning.hold(&mut self.experts);
+        }
+        let step = Step { tokens: run, form: self.decode_form, logits: Logits::All, cancel };
+        self.observed_step(&step, observer)?;
+        self.kv.truncate(start + 1);
+        if is_plain {
+            self.turning.judge(&self.experts, (self.meter.wall() - began).as_secs_f64());
+        }
+        self.drafts.tally.drafted += run.len() as u64 - 1;
+        self.times.forwards += 1;
+        self.times.decode_steps += 1;
+        Ok(())
+    }
+}

@@ -1,0 +1,266 @@
+//! Drafts change no answer: not a token of it, not where it ends, not what it leaves in the cache.
+#![allow(clippy::unwrap_used, clippy::result_large_err)]
+
+#[path = "common/engines.rs"]
+mod engines;
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::ControlFlow;
+use std::sync::atomic::AtomicBool;
+
+use engines::{Arithmetic, Model, Reader, Setup, config, has_ring, open};
+use millstream::checkpoint::Checkpoint;
+use millstream::engine::sampler::Sampling;
+use millstream::engine::{
+    Activations, DraftRule, DraftSource, Engine, EngineConfig, EngineError, Finish, Forced, Job, Outcome, Switch,
+    Verify,
+};
+use millstream::model::tokenizer::Tokenizer;
+use millstream_io::{SimConfig, SimFault, sim_device};
+
+const OFF: DraftRule = DraftRule { source: DraftSource::Off, most: 8 };
+/// An error of a drive that nobody repeats.
+const ENODEV: i32 = 19;
+
+fn ngram(most: usize) -> DraftRule {
+    DraftRule { source: DraftSource::Ngram, most }
+}
+
+/// What an answer leaves behind.
+#[derive(Debug, PartialEq)]
+struct Left {
+    outcome: Outcome,
+    /// Positions of the cache.
+    positions: usize,
+    /// Digests of the logits of the last, and of those of one more that is computed from the whole cache.
+    logits: [u64; 2],
+}
+
+fn digest(engine: &mut Engine) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    engine.logits().iter().for_each(|logit| logit.to_bits().hash(&mut hasher));
+    hasher.finish()
+}
+
+fn positions(engine: &mut Engine) -> usize {
+    let keep = engine.context();
+    let nothing = Forced { keep, ..Forced::default() };
+    match engine.force(&nothing, &AtomicBool::new(false), &mut ()) {
+        Err(EngineError::NothingToKeep { positions, .. }) => positions,
+        Ok(_) => keep,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Answers until `stop_after` tokens were given out.
+fn left(engine: &mut Engine, job: &Job, stop_after: usize) -> Left {
+    let mut given = vec![];
+    let mut on_token = |id| {
+        given.push(id);
+        if given.len() == stop_after { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    let outcome = engine.generate(job, &AtomicBool::new(false), &mut on_token).unwrap();
+    assert_eq!(given, outcome.ids, "one by one, in order");
+    let (last, positions) = (digest(engine), positions(engine));
+    let answer: &[u32] = if positions < engine.context() { &[7] } else { &[] };
+    let goes_on = Forced { keep: positions, answer, ..Forced::default() };
+    engine.force(&goes_on, &AtomicBool::new(false), &mut ()).unwrap();
+    Left { outcome, positions, logits: [last, digest(engine)] }
+}
+
+const ALL: usize = usize::MAX;
+
+fn job(prompt: &[u32], max_tokens: usize, sampling: Sampling) -> Job {
+    Job { prompt: prompt.to_vec(), max_tokens, sampling, stop_ids: vec![] }
+}
+
+fn sampled(seed: u64) -> Sampling {
+    Sampling { temperature: 0.7, top_k: 0, top_p: 0.9, min_p: 0.0, seed }
+}
+
+/// Tokens that the trained model repeats for long, and a prompt that ends with some rounds of them.
+fn loops() -> (Vec<u32>, [u32; 4]) {
+    (Model::TalesInt4.repetitive(), [11, 269, 258, 795])
+}
+
+#[test]
+fn answers_are_the_same_whatever_the_pool_the_threads_and_the_reads() {
+    let few = Setup { slabs: 3, ..Setup::RESIDENT };
+    let mut setups = vec![
+        Setup::RESIDENT,
+        Setup { slabs: 1, rows: 2, ..few },
+        Setup { threads: 3, reader: Reader::Shuffled(5), ..few },
+        Setup { prefetch: Switch::On, slabs: 12, reader: Reader::Slowed(77), ..few },
+        Setup { prefetch: Switch::Off, pipeline: Switch::Off, ..few },
+    ];
+    if has_ring() {
+        setups.push(Setup { reader: Reader::Ring, prefetch: Switch::On, slabs: 9, ..few });
+    }
+    for model in [Model::Tiny, Model::TinyInt4Groups, Model::TinyOlmoeInt4, Model::TalesInt4] {
+        for arithmetic in Arithmetic::all(model) {
+            let prompt = model.repetitive();
+            let mut plain = open(&arithmetic, &Setup::RESIDENT).unwrap();
+            let jobs = [job(&prompt, 30, Sampling::greedy()), job(&prompt, 30, sampled(5))];
+            let expected = jobs.each_ref().map(|job| left(&mut plain, job, ALL));
+            for (setup, most) in setups.iter().zip([8, 3, 1, 5, 2, 8]) {
+                let setup = Setup { drafts: ngram(most), ..*setup };
+                let mut drafting = open(&arithmetic, &setup).unwrap();
+                for (job, expected) in jobs.iter().zip(&expected) {
+                    assert_eq!(&left(&mut drafting, job, ALL), expected, "{arithmetic:?} {setup:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn drafts_are_made_and_some_of_them_are_right() {
+    // Guards the test above: what drafts nothing, or nothing that is right or wrong, would make it empty.
+    let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
+    let mut engine = open(&arithmetic, &Setup { drafts: ngram(8), ..Setup::RESIDENT }).unwrap();
+    let prompt = Model::TalesInt4.repetitive();
+    engine
+        .generate(&job(&prompt, 30, sampled(5)), &AtomicBool::new(false), &mut |_| ControlFlow::Continue(()))
+        .unwrap();
+    let draft = engine.stats().draft.unwrap();
+    assert!(draft.drafted > draft.accepted && draft.accepted > 0, "{draft:?}");
+    let mut plain = open(&arithmetic, &Setup::RESIDENT).unwrap();
+    engines::greedy(&mut plain, &prompt, 3).unwrap();
+    assert_eq!(plain.stats().draft, None);
+}
+
+/// `count` prompts of the text that the model was not trained on, with greedy and sampled answers.
+fn compare_prompts(count: usize) {
+    let dir = engines::tales();
+    let text = std::fs::read_to_string(dir.join("heldout.txt")).unwrap();
+    let ids = Tokenizer::open(&dir).unwrap().encode_plain(&text).unwrap();
+    let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
+    let setup = Setup { slabs: 60, rows: 64, ..Setup::RESIDENT };
+    let mut plain = open(&arithmetic, &setup).unwrap();
+    let mut drafting = open(&arithmetic, &Setup { drafts: ngram(6), ..setup }).unwrap();
+    for (number, start) in (0..ids.len() - 64).step_by((ids.len() - 64) / count).take(count).enumerate() {
+        let prompt = &ids[start..start + 4 + number % 60];
+        for sampling in [Sampling::greedy(), sampled(number as u64)] {
+            let job = Job { stop_ids: vec![4084, 4091, 4093], ..job(prompt, 32, sampling) };
+            assert_eq!(left(&mut drafting, &job, ALL), left(&mut plain, &job, ALL), "prompt {number}, {sampling:?}");
+        }
+    }
+}
+
+#[test]
+fn answers_to_held_out_prompts_are_the_same() {
+    compare_prompts(24);
+}
+
+#[test]
+#[ignore = "the same with more prompts"]
+fn answers_to_two_hundred_held_out_prompts_are_the_same() {
+    compare_prompts(200);
+}
+
+/// Engines over the trained model without drafts and with up to four, and contexts of so many positions.
+fn pair(context: usize) -> [Engine; 2] {
+    let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
+    [OFF, ngram(4)].map(|drafts| {
+        let setup = Setup { drafts, ..Setup::RESIDENT };
+        let config = EngineConfig { context: Some(context), ..config(&arithmetic, &setup) };
+        Engine::open(Checkpoint::open(&Model::TalesInt4.dir()).unwrap(), &config).unwrap()
+    })
+}
+
+#[test]
+fn the_model_says_its_loop() {
+    // Guards the tests below.
+    let (prompt, loop_of) = loops();
+    let [mut plain, mut drafting] = pair(256);
+    let job = job(&prompt, 10, Sampling::greedy());
+    for engine in [&mut plain, &mut drafting] {
+        assert_eq!(left(engine, &job, ALL).outcome.ids, loop_of.repeat(3)[..10]);
+    }
+    drafting.generate(&job, &AtomicBool::new(false), &mut |_| ControlFlow::Continue(())).unwrap();
+    // One of the prompt and nine of steps: of five, and of as many as there may still be.
+    let stats = drafting.stats();
+    let draft = stats.draft.unwrap();
+    assert_eq!((stats.decode_steps, draft.forwards, draft.drafted, draft.accepted), (9, 2, 7, 7));
+    assert_eq!((draft.tokens_per_forward, draft.acceptance, draft.source), (Some(4.5), Some(1.0), "ngram"));
+}
+
+#[test]
+fn an_end_inside_of_accepted_drafts_is_the_end() {
+    let (prompt, loop_of) = loops();
+    let [mut plain, mut drafting] = pair(256);
+    // The second of four drafts.
+    let job = Job { stop_ids: vec![loop_of[2]], ..job(&prompt, 20, Sampling::greedy()) };
+    let [expected, drafted] = [&mut plain, &mut drafting].map(|engine| left(engine, &job, ALL));
+    assert_eq!(drafted, expected);
+    assert_eq!(drafted.outcome, Outcome { ids: loop_of[..2].to_vec(), finish: Finish::Stop });
+    assert_eq!(drafted.positions, prompt.len() + 2);
+    drafting.generate(&job, &AtomicBool::new(false), &mut |_| ControlFlow::Continue(())).unwrap();
+    let stats = drafting.stats();
+    let draft = stats.draft.unwrap();
+    assert_eq!((stats.tokens, stats.decode_steps, draft.drafted, draft.accepted), (2, 2, 2, 2));
+}
+
+#[test]
+fn whoever_has_heard_enough_ends_it_at_any_token() {
+    let (prompt, loop_of) = loops();
+    let [mut plain, mut drafting] = pair(256);
+    for tokens in 1..=12 {
+        let job = job(&prompt, 20, Sampling::greedy());
+        let [expected, drafted] = [&mut plain, &mut drafting].map(|engine| left(engine, &job, tokens));
+        assert_eq!(drafted, expected);
+        assert_eq!(drafted.outcome, Outcome { ids: loop_of.repeat(3)[..tokens].to_vec(), finish: Finish::StopString });
+    }
+}
+
+#[test]
+fn no_more_tokens_are_given_than_were_asked_for_and_than_the_context_has() {
+    let (prompt, loop_of) = loops();
+    let [mut plain, mut drafting] = pair(256);
+    for tokens in 0..=12 {
+        let job = job(&prompt, tokens, Sampling::greedy());
+        let [expected, drafted] = [&mut plain, &mut drafting].map(|engine| left(engine, &job, ALL));
+        assert_eq!(drafted, expected);
+        assert_eq!(drafted.outcome, Outcome { ids: loop_of.repeat(3)[..tokens].to_vec(), finish: Finish::Length });
+    }
+    for free in 0..=12 {
+        let [mut plain, mut drafting] = pair(prompt.len() + free);
+        let job = job(&prompt, 100, Sampling::greedy());
+        let [expected, drafted] = [&mut plain, &mut drafting].map(|engine| left(engine, &job, ALL));
+        assert_eq!(drafted, expected);
+        // The last token needs no position.
+        assert_eq!(drafted.outcome.ids, loop_of.repeat(4)[..free + 1]);
+        assert_eq!((drafted.outcome.finish, drafted.positions), (Finish::Length, prompt.len() + free));
+    }
+}
+
+#[test]
+fn what_only_a_draft_asks_for_and_cannot_be_had_ends_no_answer() {
+    let (prompt, loop_of) = loops();
+    let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
+    let setup = Setup { slabs: 2, prefetch: Switch::Off, drafts: ngram(4), ..Setup::RESIDENT };
+    let config = EngineConfig { verify: Verify::Off, ..config(&arithmetic, &setup) };
+    let with = |sim: &SimConfig| {
+        let checkpoint = Checkpoint::open(&Model::TalesInt4.dir()).unwrap();
+        Engine::open_with(checkpoint, &config, &|files, pool| Ok(sim_device(sim, files.clone(), pool)?)).unwrap()
+    };
+    let reads_of = |tokens| {
+        let mut engine = with(&SimConfig::calm(1));
+        engines::greedy(&mut engine, &prompt, tokens).unwrap();
+        engine.store().device_stats().reads
+    };
+    // The token of the prompt, a step with four drafts.
+    for read in reads_of(1)..reads_of(6) {
+        let mut engine = with(&SimConfig { script: vec![(read, SimFault::Errno(ENODEV))], ..SimConfig::calm(1) });
+        assert_eq!(engines::greedy(&mut engine, &prompt, 6).unwrap(), loop_of.repeat(2)[..6], "read {read}");
+    }
+}
+
+#[test]
+fn a_length_that_no_engine_drafts_is_refused() {
+    let arithmetic = Arithmetic::absorbed(Model::Tiny, Activations::F32);
+    for most in [0, 33] {
+        let refused = open(&arithmetic, &Setup { drafts: ngram(most), ..Setup::RESIDENT }).err().unwrap();
+        assert!(matches!(refused, EngineError::Size { least: 1, most: 32, .. }), "{refused}");
+    }
+}
