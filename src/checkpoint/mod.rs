@@ -15,6 +15,7 @@ pub mod experts;
 pub mod finite;
 mod header;
 mod hint;
+mod identity;
 mod index;
 pub mod mirror;
 mod names;

@@ -5,12 +5,13 @@ use super::weights::source_of;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::consumed::{self, Record};
 use crate::checkpoint::error::{CheckpointError, Result, io_error, is_there};
+use crate::checkpoint::identity::sample;
 use crate::checkpoint::write::layout::{Item, ShardPlan};
 use crate::checkpoint::write::{Frees, Proof, Writing};
 use millstream_io::{FileId, FileSpan};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::fs::{self, File};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -260,18 +261,4 @@ impl Consume {
 fn reason_to_stay(names: &[&str]) -> String {
     let more = if names.len() == 1 { String::new() } else { format!(" and {} more", names.len() - 1) };
     format!("{}{more} would be lost with it, since nothing of the container is made from that", names[0])
-}
-
-/// Hash of some weights of a shard.
-fn sample(path: &Path) -> Result<u64> {
-    const SAMPLES: u64 = 16;
-    let mut hasher = Xxh3::new();
-    let mut sample = [0; 4096];
-    let file = File::open(path).map_err(io_error("open", path))?;
-    let end = file.metadata().map_err(io_error("read", path))?.len().saturating_sub(sample.len() as u64);
-    for number in 1..=SAMPLES {
-        let read = file.read_at(&mut sample, end / SAMPLES * number).map_err(io_error("read", path))?;
-        hasher.update(&sample[..read]);
-    }
-    Ok(hasher.digest())
 }
