@@ -143,7 +143,7 @@ pub enum KvBits {
 
 impl KvBits {
     /// Bytes of a number.
-    fn bytes(self) -> usize {
+    pub fn bytes(self) -> usize {
         match self {
             KvBits::Bits32 => size_of::<f32>(),
             KvBits::Bits16 => size_of::<u16>(),
@@ -179,6 +179,34 @@ impl Cells {
         match self {
             Cells::F32(cells) => Table::F32(&cells[..count]),
             Cells::Bf16(cells) => Table::Bf16(&cells[..count]),
+        }
+    }
+
+    /// Cells from `start` on as little-endian bytes, as many as fill `out`.
+    fn export(&self, start: usize, out: &mut [u8]) {
+        match self {
+            Cells::F32(cells) => {
+                let out = out.as_chunks_mut().0;
+                out.iter_mut().zip(&cells[start..]).for_each(|(out, cell)| *out = cell.to_le_bytes());
+            }
+            Cells::Bf16(cells) => {
+                let out = out.as_chunks_mut().0;
+                out.iter_mut().zip(&cells[start..]).for_each(|(out, cell)| *out = cell.to_le_bytes());
+            }
+        }
+    }
+
+    /// Cells from `start` on out of [`Cells::export`]'s bytes.
+    fn import(&mut self, start: usize, bytes: &[u8]) {
+        match self {
+            Cells::F32(cells) => {
+                let bytes = bytes.as_chunks().0;
+                cells[start..].iter_mut().zip(bytes).for_each(|(cell, bytes)| *cell = f32::from_le_bytes(*bytes));
+            }
+            Cells::Bf16(cells) => {
+                let bytes = bytes.as_chunks().0;
+                cells[start..].iter_mut().zip(bytes).for_each(|(cell, bytes)| *cell = u16::from_le_bytes(*bytes));
+            }
         }
     }
 }
@@ -295,6 +323,43 @@ impl KvCache {
         self.len = self.len.min(len);
     }
 
+    /// Numbers that each layer keeps of a position: those of its row, and of its index key.
+    pub fn widths(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.layers.iter().map(|layer| (layer.width, layer.index_dim))
+    }
+
+    /// Bytes of all that is kept of one position.
+    pub fn position_bytes(&self) -> usize {
+        self.widths().map(|(row, key)| row + key).sum::<usize>() * self.bits.bytes()
+    }
+
+    /// All that is kept of `position`, layer after layer, the row before the index key, as little-endian bytes.
+    pub fn export(&self, position: usize, mut out: &mut [u8]) {
+        assert!(position < self.len, "position {position} of {}", self.len);
+        assert_eq!(out.len(), self.position_bytes(), "room for a position");
+        for layer in &self.layers {
+            for (cells, width) in [(&layer.rows, layer.width), (&layer.index_keys, layer.index_dim)] {
+                let (own, rest) = out.split_at_mut(width * self.bits.bytes());
+                cells.export(position * width, own);
+                out = rest;
+            }
+        }
+    }
+
+    /// Puts what [`KvCache::export`] wrote into the place of `position`, which is part of the sequence once
+    /// [`KvCache::advance`] has come to it.
+    pub fn import(&mut self, position: usize, mut bytes: &[u8]) {
+        assert!(position < self.capacity, "position {position} of {}", self.capacity);
+        assert_eq!(bytes.len(), self.position_bytes(), "bytes of a position");
+        for layer in &mut self.layers {
+            for (cells, width) in [(&mut layer.rows, layer.width), (&mut layer.index_keys, layer.index_dim)] {
+                let (own, rest) = bytes.split_at(width * self.bits.bytes());
+                cells.import(position * width, own);
+                bytes = rest;
+            }
+        }
+    }
+
     pub(super) fn layers_mut(&mut self) -> &mut [LayerCache] {
         &mut self.layers
     }
@@ -330,5 +395,47 @@ mod tests {
         // Three layers of 7 positions of 16 numbers, and two of 7 keys of 10.
         assert_eq!(KvCache::bytes(&arch, 7, true, KvBits::Bits32), 4 * (3 * 7 * 16 + 2 * 7 * 10));
         assert_eq!(KvCache::bytes(&arch, 7, true, KvBits::Bits16), 2 * (3 * 7 * 16 + 2 * 7 * 10));
+    }
+
+    #[test]
+    fn a_position_is_exported_layer_after_layer_and_imported_to_the_same_bits() {
+        let layer = |indexer| LayerArch { mlp: MlpKind::Dense { width: 8 }, indexer };
+        let arch = Arch {
+            layers: vec![layer(IndexerKind::Full), layer(IndexerKind::Shared)],
+            indexer: Some(IndexerArch { heads: 2, dim: 2, top_k: 3 }),
+            ..Arch::small()
+        };
+        let width = arch.attention.cached();
+        for bits in [KvBits::Bits32, KvBits::Bits16] {
+            let mut kv = KvCache::new(&arch, 3, true, bits);
+            assert_eq!(kv.widths().collect::<Vec<_>>(), [(width, 2), (width, 0)]);
+            assert_eq!(kv.position_bytes(), (2 * width + 2) * bits.bytes());
+            // Numbers that BF16 holds whole: position, layer and column can be told from each.
+            let number = |position: usize, layer: usize, column: usize| (64 * position + 32 * layer + column) as f32;
+            for (layer, cache) in kv.layers_mut().iter_mut().enumerate() {
+                for position in 0..3 {
+                    let row: Vec<f32> = (0..width).map(|column| number(position, layer, column)).collect();
+                    cache.write(position, 0, &row);
+                }
+            }
+            (0..3).for_each(|position| kv.layers[0].write_index_key(position, &[-1.5 - position as f32, 0.25]));
+            kv.advance(3);
+            let mut bytes = vec![0; kv.position_bytes()];
+            kv.export(1, &mut bytes);
+            let row = |layer: usize| (0..width).map(move |column| number(1, layer, column));
+            let numbers: Vec<f32> = row(0).chain([-2.5, 0.25]).chain(row(1)).collect();
+            let expected: Vec<u8> = match bits {
+                KvBits::Bits32 => numbers.iter().flat_map(|number| number.to_le_bytes()).collect(),
+                KvBits::Bits16 => numbers.iter().flat_map(|number| bf16_of(*number).to_le_bytes()).collect(),
+            };
+            assert_eq!(bytes, expected);
+            let mut other = KvCache::new(&arch, 2, true, bits);
+            other.import(0, &bytes);
+            assert!(other.is_empty(), "nothing is part of the sequence yet");
+            other.advance(1);
+            let mut again = vec![0; bytes.len()];
+            other.export(0, &mut again);
+            assert_eq!(again, bytes);
+        }
     }
 }
