@@ -150,6 +150,15 @@ pub const LOOKAHEAD_LAYERS_MAX: usize = 2;
 pub const MAX_TRACE_STEP_BYTES: usize = 1 << 30;
 /// Bytes of a usage history that is read: one number for every expert that a model may have.
 pub const MAX_HISTORY_BYTES: u64 = 1 << 28;
+/// Layers that the file of a context may name: those of a model, and what may come to keep something of each position beside
+/// them.
+pub const KV_FILE_LAYERS_MAX: usize = 2 * MAX_LAYERS;
+/// The file of a context is read and written so much at a time; a position that takes more, by itself.
+pub const KV_FILE_BUFFER_BYTES: usize = 1 << 20;
+/// Positions of an answer that are not in the file of its context yet: what is lost where the process is killed.
+pub const KV_FILE_UNWRITTEN_MAX: usize = 8;
+/// Names that files of other contexts are put aside under.
+pub const KV_FILES_ASIDE_MAX: usize = 100;
 /// Percent of the expert cache that a history of selections may pin.
 pub const PIN_SHARE_PERCENT_MAX: u64 = 50;
 /// Bytes of a routing trace that is read: a million tokens of the largest published model.

@@ -6,15 +6,20 @@
 mod engines;
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::fs::File;
+use std::io;
 use std::ops::ControlFlow;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use engines::{Arithmetic, Model, Reader, Setup, has_ring, open};
+use engines::{Arithmetic, Model, Reader, Setup, config, has_ring, open};
+use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::convert::{Width, Widths};
+use millstream::engine::kvfile::Storage;
 use millstream::engine::sampler::Sampling;
-use millstream::engine::{DraftRule, DraftSource, GuessFrom, GuessRule, Job};
+use millstream::engine::{DraftRule, DraftSource, Engine, EngineConfig, GuessFrom, GuessRule, Job};
 use millstream_io::IoMode;
 
 /// Counts every allocation of the process, whatever thread makes it.
@@ -79,9 +84,45 @@ fn wait_until_all_threads_sleep() {
     panic!("the engine's threads do not come to rest");
 }
 
+/// A file that contexts are kept in.
+struct OnDisk(File);
+
+impl Storage for OnDisk {
+    fn name(&self) -> String {
+        "a file".to_owned()
+    }
+
+    fn len_bytes(&mut self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+
+    fn read(&mut self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.0.read_exact_at(out, offset)
+    }
+
+    fn append(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(bytes, offset)
+    }
+
+    fn cut(&mut self, len: u64) -> io::Result<()> {
+        self.0.set_len(len)
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.0.sync_data()
+    }
+}
+
+/// An engine whose contexts go into a file.
+fn open_kept(arithmetic: &Arithmetic, setup: &Setup) -> Engine {
+    let config = EngineConfig { kv_file: true, ..config(arithmetic, setup) };
+    let mut engine = Engine::open(Checkpoint::open(&arithmetic.model.dir()).unwrap(), &config).unwrap();
+    engine.keep_context(Box::new(OnDisk(tempfile::tempfile().unwrap())), true);
+    engine
+}
+
 /// Allocations between the second token and the last, and the reads and accepted drafts of the whole generation.
-fn allocations(arithmetic: &Arithmetic, setup: &Setup, sampling: Sampling) -> (u64, u64, u64) {
-    let mut engine = open(arithmetic, setup).unwrap();
+fn allocations(mut engine: Engine, arithmetic: &Arithmetic, sampling: Sampling) -> (u64, u64, u64) {
     wait_until_all_threads_sleep();
     let prompt = arithmetic.model.repetitive();
     let job = Job { prompt, max_tokens: TOKENS, sampling, stop_ids: vec![] };
@@ -139,7 +180,8 @@ fn a_token_after_the_first_allocates_nothing() {
                     let widths = Widths { experts: Some(Width::Bits4), group: Some(16), ..Widths::default() };
                     let quantized = Setup { widths, ..stored };
                     for setup in [stored, quantized].iter().take(1 + usize::from(arithmetic.model == Model::Tiny)) {
-                        let (allocations, reads, accepted) = allocations(&arithmetic, setup, sampling);
+                        let engine = open(&arithmetic, setup).unwrap();
+                        let (allocations, reads, accepted) = allocations(engine, &arithmetic, sampling);
                         assert!(reads > TOKENS as u64, "the pool holds everything: {reads} reads");
                         let repeats = source == ngram && arithmetic.model == Model::TalesInt4;
                         assert!(!repeats || accepted > 0, "{arithmetic:?}");
@@ -148,5 +190,10 @@ fn a_token_after_the_first_allocates_nothing() {
                 }
             }
         }
+    }
+    for arithmetic in Arithmetic::all(Model::TinyInt4Groups) {
+        let engine = open_kept(&arithmetic, &Setup::default());
+        let (allocations, ..) = allocations(engine, &arithmetic, Sampling::greedy());
+        assert_eq!(allocations, 0, "{arithmetic:?} with a file, NO_ALLOC_BACKTRACE=1 shows where");
     }
 }

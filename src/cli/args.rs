@@ -136,6 +136,10 @@ pub struct RunArgs {
     /// Tokens of context, prompt and answer together [default: what prompt and -n need]
     #[arg(short, long, visible_alias = "context", value_name = "N", allow_negative_numbers = true, value_parser = parse_context)]
     pub ctx_size: Option<usize>,
+    /// Begin with what this file has of the prompt, and leave the context there for the next run: what is computed stays
+    /// computed. Another model's file is put aside
+    #[arg(long, value_name = "FILE")]
+    pub kv: Option<PathBuf>,
     /// How the model is run.
     #[command(flatten)]
     pub engine: EngineArgs,

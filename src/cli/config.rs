@@ -164,6 +164,9 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     engine.widths = decide_widths(&args.engine.widths, &mut settings)?;
     engine.kv_bits = args.engine.widths.kv_bits.unwrap_or_default();
     settings.add("kv-bits", args::KV_BITS.name(engine.kv_bits), flag_or_default(&args.engine.widths.kv_bits));
+    engine.kv_file = args.kv.is_some();
+    let kept = args.kv.as_ref().map_or_else(|| "off".to_owned(), |path| path.display().to_string());
+    settings.add("kv", kept, flag_or_default(&args.kv));
     decide_arithmetic(&args.engine, &mut engine, &mut settings);
     decide_experts(&args.engine, &mut engine, &mut settings);
     Ok(RunConfig {

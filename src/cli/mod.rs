@@ -15,6 +15,7 @@ mod hanging;
 mod info;
 mod interrupt;
 mod job;
+mod kvfile;
 pub mod machine;
 mod notes;
 mod numa;

@@ -182,6 +182,7 @@ pub fn stats_text(stats: &Stats, seed: Option<u64>) -> String {
         rate(stats.prefill_tok_s),
         seconds(stats.load_s),
     );
+    kept_line(&mut text, stats);
     let ended = ended(stats);
     let _ = writeln!(
         text,
@@ -233,6 +234,18 @@ fn draft_line(text: &mut String, stats: &Stats) {
     });
     let _ =
         writeln!(text, "drafts  {} by {source}{accepted}; {tokens:.2} tokens a step", size::counted(drafted, "token"),);
+}
+
+/// What of the prompt was not computed, and what is kept of the answer.
+fn kept_line(text: &mut String, stats: &Stats) {
+    let Some(file) = &stats.kv_file else { return };
+    let [read, write] = [file.read_s, file.write_s].map(|s| micros(s * 1e6));
+    let _ = writeln!(
+        text,
+        "kept    {:>7} of these tokens were in the file, read in {read}; {} added in {write}",
+        size::grouped(file.taken as u64),
+        size::grouped(file.added as u64),
+    );
 }
 
 /// What was read, by which device and from which drives.

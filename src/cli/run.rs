@@ -18,7 +18,7 @@ use super::config::RunConfig;
 use super::job::{self, Prepared};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
-use super::{Done, Failure, hanging, interrupt, notes, numa, output, render, size};
+use super::{Done, Failure, hanging, interrupt, kvfile, notes, numa, output, render, size};
 
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
@@ -66,6 +66,9 @@ pub fn perform(
     let interrupted = interrupt::watch()?;
     let opened = open(args, &config, machine, checkpoint, context, &interrupted).map_err(|e| files.failure(e))?;
     let Some(mut engine) = opened else { return Ok(Done::Interrupted) };
+    if let Some(path) = &args.kv {
+        kvfile::keep(&mut engine, path).iter().for_each(|line| render::note(args.quiet, line));
+    }
     let out = std::io::stdout().lock();
     let mut printer = Printer::new(witness.show, out, tokenizer.as_ref(), &job.stop_ids, stops, job.max_tokens);
     engine.set_watch(hanging::watch_reads(interrupted.clone(), args.quiet));
@@ -197,6 +200,10 @@ impl Observer for LookingOn<'_> {
         {
             waiting.say(text);
         }
+    }
+
+    fn kept(&mut self, positions: usize) {
+        self.prompt.done = positions;
     }
 
     fn hints(&self) -> usize {

@@ -111,6 +111,9 @@ pub struct EngineConfig {
     pub widths: Widths,
     /// Precision of the key-value cache.
     pub kv_bits: KvBits,
+    /// Whether contexts are kept in a file, for [`super::Engine::keep_context`]: memory has room for that, and index keys are
+    /// cached however short the context is.
+    pub kv_file: bool,
     /// Memory for experts.
     pub memory: Memory,
     /// Bytes the machine and its control group have left.
@@ -180,6 +183,7 @@ impl EngineConfig {
             keep_scales: Switch::Auto,
             widths: Widths::default(),
             kv_bits: KvBits::default(),
+            kv_file: false,
             memory: Memory::Total(None),
             available_bytes,
             space: None,

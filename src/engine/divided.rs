@@ -7,6 +7,7 @@ use millstream_io::{Access, FileId, FileSet, IoMode, SlabPool, settle};
 use super::budget::{Budget, Demand, Narrower, Slabs, TooSmall};
 use super::config::{DEFAULT_PREFILL_ROWS, Memory};
 use super::drafts::Drafts;
+use super::kvfile::KvFile;
 use super::sampler::Sampler;
 use super::space::unheld;
 use super::{EngineConfig, EngineError, context_of, experts, forms_of, rows, scales, sparse_of};
@@ -211,6 +212,9 @@ impl Parts<'_> {
             room.add(TIMELINE_EVENTS_MAX * (size_of::<Lap>() + size_of::<ReadRecord>()));
         }
         let kv = KvCache::bytes(arch, context, sparse, config.kv_bits);
+        if config.kv_file {
+            room.add(KvFile::room_bytes(KvCache::bytes(arch, 1, sparse, config.kv_bits) as usize, context));
+        }
         // The cache of the context is made once loading has given its own memory back.
         room.add(plan.scratch_bytes(threads).saturating_sub(kv as usize));
         let rebuilt = latent_shape(arch).filter(|_| self.explicit).map_or(0, |shape| shape.rebuilt(threads, context));

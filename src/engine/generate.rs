@@ -52,6 +52,8 @@ pub struct Outcome {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Times {
     pub(super) prompt_tokens: usize,
+    /// Of those, taken from the file of a context.
+    pub(super) cached_tokens: usize,
     pub(super) tokens: usize,
     /// Tokens that went back into the model after the prompt.
     pub(super) decode_steps: usize,
@@ -92,10 +94,13 @@ impl Engine {
         self.drafts.begin(&job.prompt);
         // The longest answer is known here, so that no token has to make room for the next.
         let mut ids = Vec::with_capacity(job.max_tokens.min(self.context()));
+        let kept = self.take_kept(&job.prompt);
+        observer.kept(kept);
         let result = self
-            .prefill(&job.prompt, cancel, observer)
+            .prefill(&job.prompt[kept..], cancel, observer)
             .and_then(|()| self.decode(job, cancel, on_token, observer, &mut ids));
         let finish = self.end(result);
+        self.end_kept(&finish);
         self.times.tokens = ids.len();
         Ok(Outcome { ids, finish: finish? })
     }
@@ -247,9 +252,12 @@ impl Engine {
 
     pub(super) fn observed_step(&mut self, step: &Step, observer: &mut dyn Observer) -> Result<(), EngineError> {
         self.drafts.row = 0;
+        self.keep_computed();
         let Engine { model, experts, kv, state, meter, .. } = self;
         let mut experts = Observed { inner: experts, observer };
-        Ok(forward::step(model, &mut experts, kv, state, meter, step)?)
+        forward::step(model, &mut experts, kv, state, meter, step)?;
+        self.note_computed(step);
+        Ok(())
     }
 
     fn begin(&mut self, prompt_tokens: usize) {

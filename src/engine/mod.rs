@@ -11,6 +11,7 @@ mod experts;
 mod forced;
 mod generate;
 mod integrity;
+pub mod kvfile;
 pub mod overlap;
 pub mod predict;
 pub mod quality;
@@ -58,6 +59,7 @@ pub use error::EngineError;
 pub use forced::Forced;
 use generate::Times;
 pub use generate::{Finish, Job, Outcome};
+use kvfile::KvFile;
 use sampler::Sampler;
 use switches::Turning;
 pub use switches::{Switch, Switches};
@@ -70,6 +72,9 @@ pub struct Engine {
     model: Model,
     experts: Streamed,
     kv: KvCache,
+    /// What a file of contexts must be of, where there is to be one.
+    kv_header: Option<kvfile::Header>,
+    kv_file: Option<KvFile>,
     state: State,
     meter: Meter,
     sampler: Sampler,
@@ -185,6 +190,11 @@ impl Engine {
         }
         let opened_in = checkpoint.took();
         let traced = traced::header(&checkpoint, &experts.store);
+        let kv = KvCache::new(&checkpoint.arch, context, sparse, config.kv_bits);
+        let kv_header = match config.kv_file {
+            true => Some(kvfile::header_of(&checkpoint, config, sparse, &kv)?),
+            false => None,
+        };
         let arch = checkpoint.arch;
         let team = spread::team(config.threads, &config.nodes);
         let compute = Compute { kernels, team, activations: config.activations };
@@ -197,7 +207,9 @@ impl Engine {
         let (room, drafts) = (&mut Room::default(), config.drafts);
         let mut engine = Engine {
             experts,
-            kv: KvCache::new(&arch, context, sparse, config.kv_bits),
+            kv,
+            kv_header,
+            kv_file: None,
             state: State::new(kernels, &arch, step_rows, drafts.rows(), context, config.threads, explicit, room),
             meter: Meter::with_timeline(kept),
             sampler: Sampler::new(arch.vocab),
@@ -273,7 +285,8 @@ impl Engine {
 
     /// Warnings that came up while running, such as a file that turned out not to allow direct reads.
     pub fn warnings(&self) -> Vec<String> {
-        self.files.warnings()
+        let of_context = self.kv_file.iter().flat_map(|file| file.warnings().iter().cloned());
+        self.files.warnings().into_iter().chain(of_context).collect()
     }
 
     /// Whether a warning is about bytes that failed their checksum: then the user must see it, however quiet he likes it.
@@ -302,12 +315,13 @@ fn context_of(config: &EngineConfig, arch: &Arch) -> Result<usize, EngineError> 
     }
 }
 
-/// Whether sparse attention will ever select: it is on, and the context is longer than what the indexer keeps.
+/// Whether there are to be index keys: sparse attention is on, and will select as the context is longer than what the indexer
+/// keeps, or a longer one may go on with the file that this one is left in.
 fn sparse_of(config: &EngineConfig, arch: &Arch, context: usize) -> Result<bool, EngineError> {
     match (config.dsa, arch.indexer) {
         (Dsa::Off, _) | (Dsa::Auto, None) => Ok(false),
         (Dsa::On, None) => Err(EngineError::NoIndexer),
-        (Dsa::On | Dsa::Auto, Some(indexer)) => Ok(context > indexer.top_k),
+        (Dsa::On | Dsa::Auto, Some(indexer)) => Ok(context > indexer.top_k || config.kv_file),
     }
 }
 

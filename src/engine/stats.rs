@@ -7,6 +7,8 @@ use millstream_io::{Access, IoMode};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::drafts::Drafts;
+use super::kvfile::KvFile;
+pub use super::kvfile::KvFileStats;
 use super::overlap::judge;
 pub use super::overlap::{OverlapStats, Verdict};
 use super::{DraftSource, Engine};
@@ -25,6 +27,8 @@ pub struct Stats {
     pub machine: MachineStats,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
+    /// Of those, taken from the file of a context instead of being computed.
+    pub cached_tokens: usize,
     /// Tokens generated.
     pub tokens: usize,
     /// Tokens that went back into the model after the prompt: steps, where nothing was drafted.
@@ -48,7 +52,7 @@ pub struct Stats {
     pub prefill_s: f64,
     /// From there to the end of the generation.
     pub decode_s: f64,
-    /// Prompt tokens per second of prefill.
+    /// Prompt tokens that were computed, per second of prefill.
     pub prefill_tok_s: Option<f64>,
     /// Of those a second of decode; none where there was none.
     pub decode_tok_s: Option<f64>,
@@ -61,6 +65,9 @@ pub struct Stats {
     /// Disk against arithmetic.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub overlap: Option<OverlapStats>,
+    /// What the file of the context was to it, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_file: Option<KvFileStats>,
     /// Where experts came from.
     pub experts: ExpertStats,
     /// What the prompt had of both; the rest was of the answer.
@@ -395,6 +402,7 @@ impl Engine {
             },
             machine: MachineStats { kernels: self.model.compute.kernels.isa.to_string(), ..MachineStats::default() },
             prompt_tokens: times.prompt_tokens,
+            cached_tokens: times.cached_tokens,
             tokens: times.tokens,
             decode_steps: times.decode_steps,
             load_s: self.load.as_secs_f64(),
@@ -404,6 +412,7 @@ impl Engine {
             wall_s: wall.as_secs_f64(),
             stages: Stages(stages.filter(|(_, stage)| stage.n > 0).collect()),
             io: self.io_stats(),
+            kv_file: self.kv_file.as_ref().map(KvFile::stats),
             overlap: times.prefill.and_then(|_| self.readings().since(&times.before_decode)),
             experts: ExpertStats {
                 requested: store.requested,
@@ -527,7 +536,8 @@ impl Stats {
         let rate = |count: f64, seconds: f64| (count > 0.0 && seconds > 0.0).then(|| count / seconds);
         // Of a prompt that was interrupted only a part was read.
         let was_read = self.ttft_s.is_some() || self.finish_reason != "interrupted";
-        self.prefill_tok_s = rate(self.prompt_tokens as f64, self.prefill_s).filter(|_| was_read);
+        let computed = self.prompt_tokens.saturating_sub(self.cached_tokens);
+        self.prefill_tok_s = rate(computed as f64, self.prefill_s).filter(|_| was_read);
         self.decode_tok_s = rate(self.decode_steps as f64, self.decode_s);
         self.io.gb_s = rate(self.io.bytes as f64 / 1e9, self.io.busy_s);
         for drive in &mut self.io.drives {
@@ -571,6 +581,9 @@ impl Stats {
             let OverlapStats { disk_busy_s, compute_busy_s, wait_s, wall_s, efficiency } = overlap;
             [disk_busy_s, compute_busy_s, wait_s, wall_s].into_iter().for_each(|time| *time = rounded(*time, 1e9));
             *efficiency = rounded(*efficiency, 1e6);
+        }
+        if let Some(file) = &mut self.kv_file {
+            [&mut file.read_s, &mut file.write_s].into_iter().for_each(|time| *time = rounded(*time, 1e9));
         }
         for (_, stage) in &mut self.stages.0 {
             stage.busy_s = rounded(stage.busy_s, 1e9);

@@ -8,6 +8,11 @@ pub trait Observer {
     /// A model layer chose the expert `ids` (`[rows, top_k]`, each row ascending) with these gates (`[rows, top_k]`).
     fn chose(&mut self, layer: usize, ids: &[u16], gates: &[f32]);
 
+    /// So many positions of a prompt are there already, and will not be computed.
+    fn kept(&mut self, positions: usize) {
+        let _ = positions;
+    }
+
     /// Layers ahead, from the next one on, of which guesses are to be made for the observer, whether they are of use
     /// otherwise or not.
     fn hints(&self) -> usize {

@@ -200,6 +200,10 @@ fn check(knob: Knob, values: &[u64], common: &Common, machine: &Machine) -> Resu
         return Err(Failure::usage("--timeline is of one run, and a sweep has many")
             .hint("`millstream profile --timeline FILE` writes that of one"));
     }
+    if common.run.kv.is_some() {
+        return Err(Failure::usage("--kv goes on with one context, and every run of a sweep begins anew")
+            .hint("leave --kv out"));
+    }
     match &common.svg {
         Some(path) => output::check(path, "picture", &job::inputs(&common.run, machine)),
         None => Ok(()),

@@ -28,7 +28,7 @@ pub struct RecordArgs {
     out: PathBuf,
     /// Record what the router chooses for the prompt's own tokens, as if each had been generated, and generate nothing. A
     /// text longer than the context (-c, 1024 when not given) is cut into sequences
-    #[arg(long, conflicts_with_all = ["system", "max_tokens", "stop", "json", "stats_json", "timeline"])]
+    #[arg(long, conflicts_with_all = ["system", "max_tokens", "stop", "json", "stats_json", "timeline", "kv"])]
     text: bool,
     #[command(flatten)]
     run: RunArgs,

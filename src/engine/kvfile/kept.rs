@@ -1,0 +1,246 @@
+//! The file of a context while it is used: what of it holds, what is added, what is cut away.
+
+use std::io;
+use std::time::Instant;
+
+use super::format::{self, BESIDE_BYTES, Blocks, Header, Place};
+use crate::forward::{Form, KvCache};
+use crate::limits::{KV_FILE_BUFFER_BYTES, KV_FILE_UNWRITTEN_MAX};
+
+/// Where the bytes of a context are.
+pub trait Storage: Send {
+    /// As people know it.
+    fn name(&self) -> String;
+    /// Its length.
+    fn len_bytes(&mut self) -> io::Result<u64>;
+    /// Fills `out` with what begins at `offset`.
+    fn read(&mut self, offset: u64, out: &mut [u8]) -> io::Result<()>;
+    /// Writes all of `bytes` at `offset`, which is its end. Where that fails, a part may be there.
+    fn append(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()>;
+    /// Cuts away what is beyond `len` bytes.
+    fn cut(&mut self, len: u64) -> io::Result<()>;
+    /// Makes durable what was written.
+    fn sync(&mut self) -> io::Result<()>;
+}
+
+/// What the file of a context was to a generation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct KvFileStats {
+    /// Positions that were taken from it.
+    pub taken: usize,
+    /// Bytes of it that were read, and checked.
+    pub read_bytes: u64,
+    /// Time that took.
+    pub read_s: f64,
+    /// Positions that were added to it.
+    pub added: usize,
+    /// Bytes of those.
+    pub written_bytes: u64,
+    /// Time that took. That which is added after the last token, and making it durable, is not part of the generation.
+    pub write_s: f64,
+}
+
+/// A file that contexts are taken from and added to.
+pub struct KvFile {
+    storage: Box<dyn Storage>,
+    writable: bool,
+    blocks: Blocks,
+    /// Whole blocks.
+    buffer: Vec<u8>,
+    /// Tokens of the context, as far as they are known, each with the form that it was computed in.
+    places: Vec<Place>,
+    /// Positions that are in the file: read and compared, or written.
+    held: usize,
+    /// Checksum of the last of them.
+    chain: u64,
+    /// Positions that were taken.
+    taken: usize,
+    /// Checksum of the last of those.
+    taken_chain: u64,
+    /// There may be bytes after those that are held.
+    tail: bool,
+    /// A generation is under way.
+    active: bool,
+    stats: KvFileStats,
+    warnings: Vec<String>,
+}
+
+impl KvFile {
+    /// Over a storage that begins with `header`, for contexts of up to `context` positions.
+    pub fn new(storage: Box<dyn Storage>, header: &Header, context: usize, writable: bool) -> KvFile {
+        let blocks = header.blocks();
+        KvFile {
+            storage,
+            writable,
+            blocks,
+            buffer: vec![0; buffer_bytes(blocks.bytes)],
+            places: Vec::with_capacity(context),
+            held: 0,
+            chain: blocks.seed,
+            taken: 0,
+            taken_chain: blocks.seed,
+            tail: true,
+            active: false,
+            stats: KvFileStats::default(),
+            warnings: Vec::new(),
+        }
+    }
+
+    /// Bytes that one takes for contexts of `context` positions with `position_bytes` each.
+    pub fn room_bytes(position_bytes: usize, context: usize) -> usize {
+        buffer_bytes(position_bytes + BESIDE_BYTES) + context * size_of::<Place>()
+    }
+
+    /// What it was to the last generation.
+    pub fn stats(&self) -> KvFileStats {
+        self.stats
+    }
+
+    /// What was wrong with it.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// Begins a generation: takes into the empty `kv` what is there of `prompt`, as far as it was computed in `form`. Positions
+    /// that are in `kv` now; never all of the prompt.
+    pub fn begin(&mut self, kv: &mut KvCache, prompt: &[u32], form: Form) -> usize {
+        assert!(kv.is_empty(), "{} positions in a context that begins", kv.len());
+        let began = Instant::now();
+        (self.held, self.chain, self.tail, self.active) = (0, self.blocks.seed, true, true);
+        self.stats = KvFileStats::default();
+        if let Err(error) = self.take(kv, &prompt[..prompt.len() - 1], form) {
+            // Whoever cannot read it must not cut it either.
+            self.writable = false;
+            let (name, held) = (self.storage.name(), self.held);
+            self.warnings.push(format!("{name} cannot be read beyond {held} positions, and is left alone: {error}"));
+        }
+        self.places.clear();
+        self.places.extend(prompt[..self.held].iter().map(|&token| Place { token, form }));
+        (self.taken, self.taken_chain) = (self.held, self.chain);
+        kv.advance(self.held);
+        self.stats.taken = self.held;
+        self.stats.read_s = began.elapsed().as_secs_f64();
+        self.held
+    }
+
+    fn take(&mut self, kv: &mut KvCache, tokens: &[u32], form: Form) -> io::Result<()> {
+        let (there, rest) = self.blocks.held(self.storage.len_bytes()?);
+        let bytes = self.blocks.bytes;
+        while self.held < there.min(tokens.len()) {
+            let count = (self.buffer.len() / bytes).min(there.min(tokens.len()) - self.held);
+            let read = &mut self.buffer[..count * bytes];
+            self.storage.read(self.blocks.offset(self.held), read)?;
+            self.stats.read_bytes += read.len() as u64;
+            for block in read.chunks_exact_mut(bytes) {
+                let Some((place, sum)) = format::open(block, self.chain) else {
+                    let (name, held) = (self.storage.name(), self.held);
+                    self.warnings
+                        .push(format!("{name} is damaged behind {held} positions: what follows is computed anew"));
+                    return Ok(());
+                };
+                if place != (Place { token: tokens[self.held], form }) {
+                    return Ok(());
+                }
+                kv.import(self.held, format::numbers(block));
+                (self.held, self.chain) = (self.held + 1, sum);
+            }
+        }
+        if self.held == there && rest > 0 {
+            let (name, held) = (self.storage.name(), self.held);
+            self.warnings.push(format!("{name} ends in the middle of a position, behind {held} whole ones"));
+        }
+        Ok(())
+    }
+
+    /// Makes a note of the tokens that a step has just added to `kv`.
+    pub fn note(&mut self, kv: &KvCache, tokens: &[u32], form: Form) {
+        if self.active {
+            let before = kv.len() - tokens.len();
+            assert!(self.held <= before && before <= self.places.len(), "a step at {before}, {} kept", self.held);
+            self.places.truncate(before);
+            self.places.extend(tokens.iter().map(|&token| Place { token, form }));
+        }
+    }
+
+    /// Adds what `kv` has more than the file, once it is more than a few positions. Whether it did.
+    pub fn keep(&mut self, kv: &KvCache) -> bool {
+        let due = self.active && kv.len() >= self.held + KV_FILE_UNWRITTEN_MAX;
+        if due {
+            self.add(kv);
+        }
+        due
+    }
+
+    /// Ends a generation: adds the rest, or takes back all that it added where that is not `sound`; and makes it durable.
+    pub fn end(&mut self, kv: &KvCache, sound: bool) {
+        if !std::mem::replace(&mut self.active, false) {
+            return;
+        }
+        if sound {
+            self.add(kv);
+        }
+        let began = Instant::now();
+        if self.stats.written_bytes > 0
+            && let Err(error) = self.settle(sound)
+        {
+            self.fail(&error);
+        }
+        self.stats.write_s += began.elapsed().as_secs_f64();
+    }
+
+    /// Makes durable what was added, or that it is gone.
+    fn settle(&mut self, sound: bool) -> io::Result<()> {
+        if !sound {
+            (self.held, self.chain, self.tail, self.stats.added) = (self.taken, self.taken_chain, true, 0);
+            self.storage.cut(self.blocks.offset(self.held))?;
+        }
+        self.storage.sync()
+    }
+
+    /// Adds everything that `kv` has more than the file.
+    fn add(&mut self, kv: &KvCache) {
+        if !self.writable {
+            return;
+        }
+        let began = Instant::now();
+        if let Err(error) = self.write(kv) {
+            // What was written in part would be found, and the room that it takes would be missing elsewhere.
+            let _ = self.storage.cut(self.blocks.offset(self.held));
+            self.fail(&error);
+        }
+        self.stats.write_s += began.elapsed().as_secs_f64();
+    }
+
+    fn write(&mut self, kv: &KvCache) -> io::Result<()> {
+        let bytes = self.blocks.bytes;
+        while self.held < kv.len() {
+            let count = (self.buffer.len() / bytes).min(kv.len() - self.held);
+            let mut chain = self.chain;
+            for (position, block) in (self.held..).zip(self.buffer[..count * bytes].chunks_exact_mut(bytes)) {
+                kv.export(position, format::numbers(block));
+                chain = format::seal(block, self.places[position], chain);
+            }
+            if self.tail {
+                self.storage.cut(self.blocks.offset(self.held))?;
+                self.tail = false;
+            }
+            self.storage.append(self.blocks.offset(self.held), &self.buffer[..count * bytes])?;
+            (self.held, self.chain) = (self.held + count, chain);
+            self.stats.added += count;
+            self.stats.written_bytes += (count * bytes) as u64;
+        }
+        Ok(())
+    }
+
+    /// Nothing is written any more.
+    fn fail(&mut self, error: &io::Error) {
+        self.writable = false;
+        let (name, held) = (self.storage.name(), self.held);
+        self.warnings.push(format!("{name} cannot be written and holds {held} positions of this context: {error}"));
+    }
+}
+
+/// Whole blocks of `block` bytes, as many as there is room for.
+fn buffer_bytes(block: usize) -> usize {
+    (KV_FILE_BUFFER_BYTES / block).max(1) * block
+}

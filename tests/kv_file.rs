@@ -1,0 +1,462 @@
+//! A context that is kept in a file: the bits of what goes on from it, and what the program makes of files that were killed,
+//! damaged, or somebody else's.
+#![allow(clippy::unwrap_used)]
+#![allow(unsafe_code)]
+
+#[path = "common/engines.rs"]
+mod engines;
+#[path = "common/program.rs"]
+mod program;
+
+use std::fs;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use engines::{Arithmetic, Model, Setup, config, greedy};
+use millstream::checkpoint::Checkpoint;
+use millstream::engine::kvfile::Storage;
+use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, KvBits};
+use program::{done, json, program, stderr, stdout};
+use seccompiler::SeccompCmpArgLen::{Dword, Qword};
+use seccompiler::{BpfProgram, SeccompAction, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch};
+use tempfile::TempDir;
+
+// Bits, with a file in memory.
+
+#[derive(Clone, Default)]
+struct InMemory(Arc<Mutex<Vec<u8>>>);
+
+impl InMemory {
+    fn bytes(&self) -> Vec<u8> {
+        self.0.lock().unwrap().clone()
+    }
+}
+
+impl Storage for InMemory {
+    fn name(&self) -> String {
+        "memory".to_owned()
+    }
+
+    fn len_bytes(&mut self) -> io::Result<u64> {
+        Ok(self.0.lock().unwrap().len() as u64)
+    }
+
+    fn read(&mut self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        out.copy_from_slice(&self.0.lock().unwrap()[offset as usize..][..out.len()]);
+        Ok(())
+    }
+
+    fn append(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut held = self.0.lock().unwrap();
+        assert_eq!(held.len() as u64, offset);
+        held.extend(bytes);
+        Ok(())
+    }
+
+    fn cut(&mut self, len: u64) -> io::Result<()> {
+        self.0.lock().unwrap().truncate(len as usize);
+        Ok(())
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Ids that follow and logits of the last of them but one, as bits; positions that were taken from the file.
+fn answer(config: &EngineConfig, model: Model, kept: Option<&InMemory>, prompt: &[u32]) -> (Vec<u32>, Vec<u32>, usize) {
+    let config = EngineConfig { kv_file: kept.is_some(), ..config.clone() };
+    let mut engine = Engine::open(Checkpoint::open(&model.dir()).unwrap(), &config).unwrap();
+    if let Some(kept) = kept {
+        let header = engine.kv_header().unwrap();
+        if kept.bytes().is_empty() {
+            kept.0.lock().unwrap().extend(header.encode());
+        }
+        header.check(&kept.bytes()).unwrap();
+        engine.keep_context(Box::new(kept.clone()), true);
+    }
+    let ids = greedy(&mut engine, prompt, ANSWER).unwrap();
+    assert!(engine.warnings().is_empty(), "{:?}", engine.warnings());
+    let stats = engine.stats();
+    assert_eq!(stats.kv_file.map_or(0, |file| file.taken), stats.cached_tokens);
+    (ids, engine.logits().iter().map(|logit| logit.to_bits()).collect(), stats.cached_tokens)
+}
+
+const PROMPT: usize = 40;
+const ANSWER: usize = 12;
+
+/// A first turn, a second that goes on, a third that goes another way, each by another engine; against engines that know no
+/// file, and the file against one that a single engine leaves.
+fn turns(arithmetic: &Arithmetic, setups: [Setup; 3], contexts: [usize; 3]) {
+    let model = arithmetic.model;
+    let with = |turn: usize| EngineConfig { context: Some(contexts[turn]), ..config(arithmetic, &setups[turn]) };
+    let plain = config(arithmetic, &Setup::RESIDENT);
+    let kept = InMemory::default();
+    let first = model.prompt(PROMPT);
+    let (ids, ..) = answer(&with(0), model, Some(&kept), &first);
+    // What was said, but for the last token, went through the model; in the form of an answer.
+    let on = [&first[..], &ids, &model.prompt(11)].concat();
+    let said = if has_one_form(arithmetic) { ANSWER - 1 } else { 0 };
+    let way = [&on[..PROMPT - 7], &model.prompt(20)[3..]].concat();
+    for (turn, prompt, taken) in [(1, &on, PROMPT + said), (2, &way, PROMPT - 7)] {
+        let what = (arithmetic, turn);
+        let expected = answer(&plain, model, None, prompt);
+        let found = answer(&with(turn), model, Some(&kept), prompt);
+        assert_eq!(found.2, taken, "{what:?}");
+        assert!(found.1 == expected.1, "{what:?}: logits differ");
+        assert_eq!(found.0, expected.0, "{what:?}");
+        let alone = InMemory::default();
+        answer(&plain, model, Some(&alone), prompt);
+        assert!(kept.bytes() == alone.bytes(), "{what:?}: files differ");
+    }
+}
+
+/// Whether prompts and answers are computed in one form: all but auto for glm-tales, whose prompts are cheaper otherwise.
+fn has_one_form(arithmetic: &Arithmetic) -> bool {
+    !(arithmetic.form == AttentionForm::Auto && arithmetic.model == Model::TalesInt4)
+}
+
+fn setups() -> [Setup; 3] {
+    let plain = Setup::RESIDENT;
+    [
+        Setup { threads: 2, rows: 7, ..plain },
+        Setup { threads: 1, rows: 64, slabs: 20, ..plain },
+        Setup { threads: 3, rows: 16, ..plain },
+    ]
+}
+
+#[test]
+fn what_goes_on_from_a_file_has_the_bits_of_what_was_never_interrupted() {
+    for model in [Model::Tiny, Model::TinyInt4, Model::TinyOlmoeInt4] {
+        for arithmetic in Arithmetic::all(model) {
+            turns(&arithmetic, setups(), [256; 3]);
+        }
+    }
+}
+
+#[test]
+fn an_answer_in_another_form_than_prompts_is_computed_anew() {
+    for kv_bits in [KvBits::Bits32, KvBits::Bits16] {
+        let arithmetic = Arithmetic { kv_bits, ..Arithmetic::absorbed(Model::TalesInt4, Activations::Int8) };
+        turns(&Arithmetic { form: AttentionForm::Auto, ..arithmetic }, setups(), [256; 3]);
+        turns(&arithmetic, setups(), [256; 3]);
+    }
+}
+
+#[test]
+fn a_context_of_another_length_goes_on_also_where_attention_becomes_sparse() {
+    // Attention over more than 16 positions is sparse, and over more than 256.
+    let tiny = Arithmetic::absorbed(Model::TinyInt4, Activations::Int8);
+    turns(&tiny, setups(), [PROMPT + ANSWER, 512, 100]);
+    let tales = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
+    turns(&tales, setups(), [PROMPT + ANSWER, 1024, 100]);
+}
+
+// The program, with files.
+
+/// A place for files, and the tiny model's answers.
+struct Place {
+    home: TempDir,
+    file: PathBuf,
+}
+
+impl Place {
+    fn new() -> Place {
+        let home = tempfile::tempdir().unwrap();
+        let file = home.path().join("chat.kv");
+        Place { home, file }
+    }
+
+    fn command(&self, model: &Path, prompt: &[u32], extra: &[&str]) -> Command {
+        let mut command = program(self.home.path());
+        command.args(["run", "-m"]).arg(model).args([
+            "--usage",
+            "off",
+            "--ids",
+            "--ignore-eos",
+            "--temp",
+            "0",
+            "-n",
+            "40",
+        ]);
+        command.arg("-p").arg(prompt.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")).args(extra);
+        command
+    }
+
+    /// A run of the tiny model with the file.
+    fn kept(&self, prompt: &[u32]) -> Command {
+        let mut command = self.command(&engines::tiny(), prompt, &["--attention", "absorbed"]);
+        command.arg("--kv").arg(&self.file);
+        command
+    }
+
+    fn plain(&self, prompt: &[u32]) -> String {
+        let command = &mut self.command(&engines::tiny(), prompt, &["--attention", "absorbed"]);
+        stdout(&done(command.output().unwrap())).to_owned()
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        fs::read(&self.file).unwrap()
+    }
+
+    /// Names beside the file.
+    fn beside(&self) -> Vec<String> {
+        let names = fs::read_dir(self.home.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<String> = names.map(|name| name.to_string_lossy().into_owned()).collect();
+        names.retain(|name| name.starts_with("chat.kv."));
+        names.sort();
+        names
+    }
+}
+
+/// Lines about the file.
+fn notes(output: &Output) -> Vec<&str> {
+    stderr(output).lines().filter(|line| line.starts_with("note: ") && line.contains("chat.kv")).collect()
+}
+
+fn prompt(len: usize) -> Vec<u32> {
+    Model::Tiny.prompt(len)
+}
+
+#[test]
+fn the_second_run_says_how_much_it_did_not_compute() {
+    let place = Place::new();
+    let first = done(place.kept(&prompt(50)).output().unwrap());
+    assert_eq!(stdout(&first), place.plain(&prompt(50)));
+    let second = json(&done(place.kept(&prompt(60)).args(["--json", "-c", "400"]).output().unwrap()));
+    assert_eq!((&second["prompt_tokens"], &second["cached_tokens"]), (&60.into(), &50.into()));
+    assert_eq!(second["kv_file"]["taken"], 50);
+    assert_eq!(second["kv_file"]["added"], 10 + 39);
+    let third = done(place.kept(&prompt(60)).output().unwrap());
+    let line = stderr(&third).lines().find(|line| line.starts_with("kept ")).unwrap().to_owned();
+    assert!(line.contains("59 of these tokens were in the file") && line.contains("40 added"), "{line}");
+    assert!(notes(&third).is_empty() && place.beside().is_empty(), "{:?}", notes(&third));
+    let none = json(&done(place.command(&engines::tiny(), &prompt(9), &["--json"]).output().unwrap()));
+    assert_eq!((&none["cached_tokens"], none.get("kv_file")), (&0.into(), None));
+}
+
+#[test]
+fn files_of_others_are_put_aside_or_left_alone_and_cost_one_line() {
+    let place = Place::new();
+    let asked = prompt(50);
+    let expected = place.plain(&asked);
+    done(place.kept(&asked).output().unwrap());
+    let whole = place.bytes();
+    let changed = |at: usize| {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1;
+        bytes
+    };
+    let of = |mut command: Command| {
+        fs::remove_file(&place.file).unwrap();
+        done(command.arg("--kv").arg(&place.file).output().unwrap());
+        place.bytes()
+    };
+    let other_model = of(place.command(&engines::tiny_olmoe(), &asked, &[]));
+    let other_bits = of(place.command(&engines::tiny(), &asked, &["--kv-bits", "16"]));
+    let dense = of(place.command(&engines::tiny(), &asked, &["--dsa", "off"]));
+    for (bytes, words) in [
+        (&other_model, "is of another model"),
+        (&other_bits, "other settings"),
+        (&dense, "other settings"),
+        (&changed(7), "has format 0"),
+        (&changed(9), "is damaged"),
+        (&changed(30), "is damaged"),
+    ] {
+        fs::write(&place.file, bytes).unwrap();
+        let output = done(place.kept(&asked).output().unwrap());
+        let notes = notes(&output);
+        assert!(notes.len() == 1 && notes[0].contains(words) && notes[0].contains("chat.kv.aside"), "{notes:?}");
+        assert_eq!(stdout(&output), expected, "{words}");
+        assert!(fs::read(place.home.path().join("chat.kv.aside")).unwrap() == *bytes, "{words}: kept as it was");
+        assert_eq!(place.beside().len(), 1);
+        assert!(place.bytes() == whole, "{words}: a new file has begun");
+        fs::remove_file(place.home.path().join("chat.kv.aside")).unwrap();
+    }
+    // Not ours to move.
+    for bytes in [&b"Dear diary"[..], &whole[1..]] {
+        fs::write(&place.file, bytes).unwrap();
+        let output = done(place.kept(&asked).output().unwrap());
+        let notes = notes(&output);
+        assert!(notes.len() == 1 && notes[0].contains("is no file of a context"), "{notes:?}");
+        assert_eq!(stdout(&output), expected);
+        assert!(place.bytes() == bytes && place.beside().is_empty());
+    }
+    // Begun and no more.
+    for len in [0, 10, 30] {
+        fs::write(&place.file, &whole[..len]).unwrap();
+        let output = done(place.kept(&asked).output().unwrap());
+        assert!(stdout(&output) == expected && notes(&output).is_empty() && place.bytes() == whole);
+    }
+}
+
+#[test]
+fn names_put_aside_do_not_overwrite_each_other() {
+    let place = Place::new();
+    for bits in ["16", "32", "16", "32"] {
+        done(place.kept(&prompt(5)).args(["--kv-bits", bits]).output().unwrap());
+    }
+    assert_eq!(place.beside(), ["chat.kv.aside", "chat.kv.aside-2", "chat.kv.aside-3"]);
+}
+
+#[test]
+fn places_where_no_file_can_be_cost_one_line() {
+    let place = Place::new();
+    let expected = place.plain(&prompt(5));
+    let run = |path: &Path| {
+        let mut command = place.command(&engines::tiny(), &prompt(5), &["--attention", "absorbed"]);
+        done(command.arg("--kv").arg(path).output().unwrap())
+    };
+    for (name, words) in [("", "no regular file"), ("none/chat.kv", "No such file or directory")] {
+        let output = run(&place.home.path().join(name));
+        let lines: Vec<&str> = stderr(&output).lines().filter(|line| line.contains("no context is kept")).collect();
+        assert!(lines.len() == 1 && lines[0].contains(words), "{}", stderr(&output));
+        assert_eq!(stdout(&output), expected);
+    }
+    let output = run(Path::new("/dev/null"));
+    assert!(stderr(&output).contains("/dev/null is no regular file"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_damaged_or_torn_file_is_told_in_one_line_and_mended() {
+    let place = Place::new();
+    let (asked, expected) = (prompt(50), place.plain(&prompt(50)));
+    done(place.kept(&asked).output().unwrap());
+    let whole = place.bytes();
+    let mut flipped = whole.clone();
+    flipped[whole.len() / 2] ^= 4;
+    for (bytes, words) in
+        [(&flipped[..], "is damaged behind"), (&whole[..whole.len() / 3], "in the middle of a position")]
+    {
+        fs::write(&place.file, bytes).unwrap();
+        let output = done(place.kept(&asked).output().unwrap());
+        let notes = notes(&output);
+        assert!(notes.len() == 1 && notes[0].contains(words), "{notes:?}");
+        assert_eq!(stdout(&output), expected);
+        assert!(place.bytes() == whole && place.beside().is_empty());
+    }
+}
+
+#[test]
+fn a_second_process_runs_without_the_file_and_says_so() {
+    let place = Place::new();
+    let expected = place.plain(&prompt(50));
+    done(place.kept(&prompt(40)).output().unwrap());
+    let before = place.bytes();
+    let held = fs::File::open(&place.file).unwrap();
+    held.lock().unwrap();
+    let output = done(place.kept(&prompt(50)).output().unwrap());
+    let said = notes(&output);
+    assert!(said.len() == 1 && said[0].contains("another process uses"), "{said:?}");
+    assert!(stdout(&output) == expected && place.bytes() == before);
+    held.unlock().unwrap();
+    let output = done(place.kept(&prompt(50)).output().unwrap());
+    assert!(stdout(&output) == expected && notes(&output).is_empty());
+}
+
+#[test]
+fn a_link_is_followed() {
+    let place = Place::new();
+    let target = place.home.path().join("elsewhere");
+    fs::write(&target, b"").unwrap();
+    std::os::unix::fs::symlink(&target, &place.file).unwrap();
+    done(place.kept(&prompt(5)).output().unwrap());
+    assert!(place.file.is_symlink() && fs::metadata(&target).unwrap().len() > 1000);
+}
+
+/// Answers `errno` to calls whose argument compares so.
+fn failing(command: &mut Command, call: libc::c_long, condition: SeccompCondition, errno: i32) {
+    let rules = [(call, vec![SeccompRule::new(vec![condition]).unwrap()])].into();
+    let arch = TargetArch::try_from(std::env::consts::ARCH).unwrap();
+    let action = SeccompAction::Errno(errno as u32);
+    let filter: BpfProgram = SeccompFilter::new(rules, SeccompAction::Allow, action, arch).unwrap().try_into().unwrap();
+    // SAFETY: the closure only makes the system call that applies a filter made before the fork.
+    unsafe {
+        command.pre_exec(move || seccompiler::apply_filter(&filter).map_err(io::Error::other));
+    }
+}
+
+#[test]
+fn a_full_disk_costs_one_line_and_neither_the_answer_nor_what_was_there() {
+    let place = Place::new();
+    let expected = place.plain(&prompt(50));
+    done(place.kept(&prompt(50)).output().unwrap());
+    let whole = place.bytes();
+    fs::remove_file(&place.file).unwrap();
+    done(place.kept(&prompt(30)).args(["-n", "1"]).output().unwrap());
+    let before = place.bytes();
+    // Of the answer nothing fits.
+    let beyond = SeccompCondition::new(3, Qword, SeccompCmpOp::Ge, before.len() as u64 + 10).unwrap();
+    let mut command = place.kept(&prompt(50));
+    failing(&mut command, libc::SYS_pwrite64, beyond, libc::ENOSPC);
+    let output = done(command.output().unwrap());
+    let said = notes(&output);
+    assert!(said.len() == 1 && said[0].contains("cannot be written") && said[0].contains("os error 28"), "{said:?}");
+    assert_eq!(stdout(&output), expected);
+    let left = place.bytes();
+    assert!(whole.starts_with(&left) && left.starts_with(&before));
+    // With room again it goes on from there.
+    let output = done(place.kept(&prompt(50)).output().unwrap());
+    assert!(stdout(&output) == expected && notes(&output).is_empty() && place.bytes() == whole);
+}
+
+#[test]
+fn a_file_that_cannot_be_written_is_used_all_the_same() {
+    let place = Place::new();
+    let expected = place.plain(&prompt(50));
+    let read_only = |command: &mut Command| {
+        let writes = SeccompCmpOp::MaskedEq(libc::O_ACCMODE as u64);
+        let writes = SeccompCondition::new(2, Dword, writes, libc::O_RDWR as u64).unwrap();
+        failing(command, libc::SYS_openat, writes, libc::EROFS);
+    };
+    let mut command = place.kept(&prompt(50));
+    read_only(&mut command);
+    let output = done(command.output().unwrap());
+    let said = notes(&output);
+    assert!(said.len() == 1 && said[0].contains("cannot create") && said[0].contains("read-only"), "{said:?}");
+    assert_eq!(stdout(&output), expected);
+
+    done(place.kept(&prompt(40)).output().unwrap());
+    let before = place.bytes();
+    let mut command = place.kept(&prompt(50));
+    read_only(&mut command);
+    let output = done(command.output().unwrap());
+    let said = notes(&output);
+    assert!(said.len() == 1 && said[0].contains("its context is used, and not added to"), "{said:?}");
+    assert!(stderr(&output).contains("40 of these tokens were in the file"), "{}", stderr(&output));
+    assert!(stdout(&output) == expected && place.bytes() == before);
+}
+
+#[test]
+fn a_process_killed_at_any_time_leaves_a_file_that_the_next_goes_on_from() {
+    let place = Place::new();
+    // Two ways, so that a kill may come while the file is cut.
+    let ways = [prompt(60), [&prompt(30)[..], &prompt(25)].concat()];
+    let expected = ways.clone().map(|way| place.plain(&way));
+    let began = Instant::now();
+    done(place.kept(&ways[0]).output().unwrap());
+    let took = began.elapsed();
+    let (mut unfinished, mut reused) = (0, 0);
+    for kill in 1..=30u32 {
+        let way = kill as usize % 2;
+        let mut child = place.kept(&ways[way]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(took * kill / 30 + Duration::from_micros(300));
+        child.kill().unwrap();
+        unfinished += usize::from(!child.wait().unwrap().success());
+        // Every other time the other way comes next, over what the kill left.
+        let next = (kill as usize / 2) % 2;
+        let output =
+            done(place.kept(&ways[next]).args(["--stats-json"]).arg(place.home.path().join("s")).output().unwrap());
+        assert_eq!(stdout(&output), expected[next], "after kill {kill}");
+        let stats: serde_json::Value = serde_json::from_slice(&fs::read(place.home.path().join("s")).unwrap()).unwrap();
+        let taken = stats["cached_tokens"].as_u64().unwrap();
+        assert!(taken >= 30, "what both have in common is never lost: {taken} after kill {kill}");
+        reused += taken;
+        assert!(place.beside().is_empty());
+    }
+    println!("{unfinished} of 30 were killed before their end, {reused} tokens taken");
+}
