@@ -18,6 +18,8 @@ pub use work::{Costs, LayerWork, Slice, Times, Work};
 
 /// Shares of the time at which one side is said to bind alone.
 const ALONE: f64 = 1.25;
+/// Where no more than one selection in a million must read, nothing need be known of the drive.
+const NEARLY_ALL: f64 = 1.0 - 1e-6;
 /// Of the experts that a layer chooses, the share that was guessed a layer ahead: what the model that was trained does, and
 /// drawn ones do a little better.
 pub const GUESSED: f64 = 0.77;
@@ -126,7 +128,7 @@ impl Prediction {
     pub fn of(work: &Work, speeds: &Speeds, hit_rate: f64, guessed: f64) -> Option<Prediction> {
         let drive = match speeds.drive {
             Some(drive) => drive,
-            None if hit_rate >= 1.0 => Line { first_s: 0.0, each_s: 0.0 },
+            None if hit_rate >= NEARLY_ALL => Line { first_s: 0.0, each_s: 0.0 },
             None => return None,
         };
         let Costs { once_s, before_s: before, shared_s: shared, expert_s: expert, quantize_s, reading } = speeds.costs;
@@ -199,6 +201,7 @@ mod tests {
         // Once 0.5 s; ten layers of 0.05 s of attention, 0.05 s shared and twice 0.1 s.
         assert!(close(p.token_s, 3.5) && close(p.compute_s, 3.5) && p.disk_s == 0.0, "{p:?}");
         assert_eq!(p.bottleneck, Bottleneck::Arithmetic);
+        assert!(Prediction::of(&work(), &speeds(None), 1.0 - 1e-9, 0.0).is_some(), "after a long prompt");
         assert!(
             Prediction::of(&work(), &speeds(None), 0.99, 0.0).is_none(),
             "it must read, and nothing is known of the drive"
