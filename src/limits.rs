@@ -178,7 +178,7 @@ pub const THREADS_BESIDES: usize = 3;
 pub const TOKENIZER_TIMES: u64 = 8;
 /// What a tensor takes in the index of a checkpoint: its name, its place, its share of a table that may be half empty, and
 /// for every second one the same of the format it is stamped with.
-pub const TENSOR_INDEX_BYTES: u64 = 416;
+pub const TENSOR_INDEX_BYTES: u64 = 448;
 /// What the heap keeps mapped of what reading a tensor's header took.
 pub const TENSOR_UNHELD_BYTES: u64 = 192;
 /// What the cache keeps of an expert beside its slab, for each size of slabs: where it is, how often it was chosen, what a
