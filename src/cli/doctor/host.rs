@@ -29,7 +29,9 @@ use crate::cli::{Failure, render, size};
 
 /// Buffers that try out pages and the ring: a few slabs of a large model.
 const TRIAL_BYTES: usize = 32 << 20;
-/// Of what this process may map where that is limited, they take one part in so many.
+/// Of the memory that is left they take one part in so many: who takes more than a control group has is killed.
+const TRIAL_PART_OF_MEMORY: u64 = 8;
+/// And of what this process may map, where that is limited.
 const TRIAL_PART_OF_SPACE: u64 = 16;
 /// In so many pieces for the ring, which registers as many of them as may be locked.
 const TRIAL_PIECES: usize = 16;
@@ -41,10 +43,13 @@ const TRIAL_WAIT: Duration = Duration::from_secs(30);
 /// A token that reads for longer than this is no conversation.
 const SLOW_TOKEN_S: f64 = 30.0;
 
-/// Bytes of buffers to try out, in whole pieces: less where this process may map little, since `run` has no such buffers.
+/// Bytes of buffers to try out, in whole pieces: less where this process may have or map little, since `run` has no such
+/// buffers.
 fn trial_bytes(machine: &Machine) -> usize {
-    let room = machine.memory.space.map_or(u64::MAX, |space| space.left / TRIAL_PART_OF_SPACE);
-    let piece = usize::try_from(room).map_or(TRIAL_BYTES, |room| room.min(TRIAL_BYTES)) / TRIAL_PIECES;
+    let memory = &machine.memory;
+    let held = if memory.known { memory.shared / TRIAL_PART_OF_MEMORY } else { u64::MAX };
+    let mapped = memory.space.map_or(u64::MAX, |space| space.left / TRIAL_PART_OF_SPACE);
+    let piece = held.min(mapped).min(TRIAL_BYTES as u64) as usize / TRIAL_PIECES;
     (piece / PAGE_BYTES).max(1) * PAGE_BYTES * TRIAL_PIECES
 }
 
