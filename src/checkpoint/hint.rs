@@ -91,8 +91,11 @@ impl CheckpointError {
             CheckpointError::SourceKept { source, .. } if is_full(source.kind()) => {
                 "leave --delete-source out, or free some space there: what the shards were is recorded before they go"
             }
-            CheckpointError::SourceKept { .. } => {
+            CheckpointError::SourceKept { source, .. } if is_forbidden(source.kind()) => {
                 "leave --delete-source out, or make the directory writable for this user"
+            }
+            CheckpointError::SourceKept { .. } => {
+                "check the drive's health (dmesg); the same command continues, without --delete-source too"
             }
             CheckpointError::Interrupted { .. } => "the same command continues",
             CheckpointError::ConvertBusy { .. } => "wait for it to end, or give another destination",
@@ -138,6 +141,10 @@ fn is_made_here(shard: &str) -> bool {
 }
 
 /// Whether there was no room.
+fn is_forbidden(kind: io::ErrorKind) -> bool {
+    matches!(kind, io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem)
+}
+
 fn is_full(kind: io::ErrorKind) -> bool {
     matches!(kind, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }

@@ -204,8 +204,12 @@ mod tests {
             hottest.sort_by_key(|&expert| std::cmp::Reverse(counts[expert]));
             let finds = hottest[..slots].iter().map(|&expert| weights[expert]).sum::<f64>() / sum;
             let promised = at_last(&counts, slots as u64);
-            // Where experts are chosen nearly alike many are chosen as often as one another, and it errs low by a few of them.
-            prop_assert!((promised - finds).abs() < 0.03 + 3.0 / experts as f64, "{promised} promised, {finds} found");
+            // Of experts that are chosen alike, 200 times on average, a share of 1 / sqrt(2 pi 200) have one and the same count.
+            // A selection less puts an expert behind those of its own count and among those of the next: it errs low by two
+            // such shares at most, and either way by what is chance in the draw.
+            let alike = 2.0 / (2.0 * std::f64::consts::PI * 200.0).sqrt();
+            prop_assert!(finds - promised < alike + 0.01 + 3.0 / experts as f64, "{promised} promised, {finds} found");
+            prop_assert!(promised - finds < 0.01 + 3.0 / experts as f64, "{promised} promised, {finds} found");
         }
     }
 }
