@@ -292,13 +292,13 @@ impl Kernels {
         self.tiles.is_some_and(|kernel| (kernel.takes)(format))
     }
 
-    /// Of the rows of a batch, those that are packed: the others are the last, and few. Behind a single run these would be as
-    /// dear as the run, and all go together.
+    /// Of the rows of a batch, those that are packed: the others are the last, and few. Behind one run or two these would be as
+    /// dear as a run, and all go together.
     fn packed_rows(&self, rows: usize) -> usize {
         let (runs, last) = (rows / TILE_ROWS, rows % TILE_ROWS);
         match self.tiles.map_or(TILE_ROWS, |kernel| kernel.few) {
             few if last > few => rows,
-            few if few > 0 && runs == 1 && last > 0 => 0,
+            few if few > 0 && runs <= 2 && last > 0 => 0,
             _ => rows - last,
         }
     }

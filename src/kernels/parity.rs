@@ -526,7 +526,7 @@ fn packed_rows_equal_scalar(k: &Kernels) {
     let team = Team::new(2);
     let mut source = Source(11);
     for format in formats().into_iter().filter(|format| format.is_integer()) {
-        for (turn, batch) in (11..=34).chain([47, 48, 64, 129]).enumerate() {
+        for (turn, batch) in (11..=34).chain([47, 48, 52, 60, 64, 129]).enumerate() {
             let (rows, cols) =
                 ([1, 7, 8, 9, 15, 16, 17, 31, 33, 300][turn % 10], [31, 64, 100, 512, 700, 1025][turn % 6]);
             for kind in [Kind::Ordinary, Kind::Extreme] {
