@@ -568,6 +568,8 @@ fn a_template_that_is_none_is_blamed() {
     for text in ["", " \n", "{% if false %}x{% endif %}"] {
         std::fs::write(&template, text).unwrap();
         refused(&run(&["-p", "x", "-m", &model]), 1, &["the chat template", "no text", "--raw"]);
+        let (failed, code, report) = checks(&["-m", &model], "fail");
+        assert_eq!((failed, code), (vec!["template".to_owned()], Some(1)), "{report}");
     }
     std::fs::write(&template, b"a\xFF").unwrap();
     let output = run(&["-p", "x", "-m", &model]);
@@ -596,6 +598,8 @@ fn a_tokenizer_beyond_the_vocabulary_names_both_files() {
         1,
         &["tokenizer.json has token ids up to 4096", "config.json a vocab_size of 4096"],
     );
+    let (failed, code, report) = checks(&["-m", model], "fail");
+    assert_eq!((failed, code), (vec!["tokenizer".to_owned()], Some(1)), "{report}");
     answer(&["--ids", "-p", "5", "-n", "1", "-m", model]);
 }
 

@@ -72,7 +72,8 @@ fn pages_lie_as_asked_and_the_answer_is_the_same() {
         assert_eq!(answer, expected, "--numa {name}");
         let refused = said.contains("set_mempolicy failed");
         assert!(refused || seen.is_none_or(|seen| seen.starts_with(shown)), "--numa {name}");
-        assert_eq!(said.contains("changes nothing: "), nodes() <= 1, "{said}");
+        // Of several nodes this process may be allowed one.
+        assert!(said.contains("changes nothing: ") || nodes() > 1, "{said}");
     }
     for name in ["off", "numactl"] {
         let (answer, said) = answered(generation(&["--numa", name]).spawn().unwrap());

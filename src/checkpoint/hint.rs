@@ -41,9 +41,11 @@ impl CheckpointError {
             CheckpointError::TensorMissing { absent, .. }
                 if !absent.is_empty() && absent.iter().all(|shard| is_made_here(shard)) =>
             {
-                MADE_AGAIN
+                "run the conversion that made the container again, where it made shards of these numbers; if it did not, config.json belongs to another model"
             }
-            CheckpointError::TensorMissing { absent, .. } if !absent.is_empty() => FETCHED,
+            CheckpointError::TensorMissing { absent, .. } if !absent.is_empty() => {
+                "fetch the missing shards, or where `synth` made the model, make it again; if there are none, config.json belongs to another model"
+            }
             CheckpointError::TensorMissing { .. } => "a shard is missing, or config.json belongs to another model",
             CheckpointError::Tensor { what: "format", .. } => {
                 "config.json, the map colibri.fmt in the shard's metadata and the tensor's sizes do not agree: fetch config.json and the shard again, or take the entry out of the map if the sizes are right"
@@ -59,7 +61,7 @@ impl CheckpointError {
                 "the source is damaged: fetch it again, or make it again where `synth` did; nothing is made of what no model could run with, and nothing was removed for this shard"
             }
             CheckpointError::NotFinite { .. } => {
-                "the source shard is damaged: fetch it again, or make it again where `synth` did"
+                "the source shard is damaged: fetch it again, or make it again where `synth` did; a publisher's own weight of 1024 or more is beyond what stays finite here"
             }
             CheckpointError::Quantized { .. } => {
                 "give --repack to keep every weight and change only the layout, or convert the checkpoint that this was made from"
@@ -140,11 +142,12 @@ fn is_made_here(shard: &str) -> bool {
     shard.rsplit('/').next().is_some_and(|name| name.starts_with("out-"))
 }
 
-/// Whether there was no room.
+/// Whether nothing may be written there.
 fn is_forbidden(kind: io::ErrorKind) -> bool {
     matches!(kind, io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem)
 }
 
+/// Whether there was no room.
 fn is_full(kind: io::ErrorKind) -> bool {
     matches!(kind, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }

@@ -75,20 +75,23 @@ pub fn check_ids(ids: Vec<u32>, arch: &Arch) -> Result<Vec<u32>, Failure> {
     }
 }
 
+/// Why a tokenizer that has ids beyond the vocabulary of the model in `dir` is not its own.
+pub fn beyond_vocabulary(dir: &Path, tokenizer: &Tokenizer, arch: &Arch) -> Option<Failure> {
+    let (files, size) = ([dir.join("tokenizer.json"), dir.join("config.json")], tokenizer.vocab_size());
+    let [tokens, config] = files.each_ref().map(|file| file.display());
+    (size > arch.vocab).then(|| {
+        Failure::work(format!("{tokens} has token ids up to {}, and {config} a vocab_size of {}", size - 1, arch.vocab))
+            .hint("the two files belong to different models: fetch both from the same place, or give token ids with --ids")
+    })
+}
+
 /// The tokenizer of the model in `dir`. With `optional` it may be missing, and then has no say.
 pub fn open_tokenizer(dir: &Path, arch: &Arch, optional: bool) -> Result<Option<Tokenizer>, Failure> {
     match Tokenizer::open(dir) {
-        Ok(tokenizer) if tokenizer.vocab_size() > arch.vocab && !optional => Err(Failure::work(format!(
-            "{} has token ids up to {}, and {} a vocab_size of {}",
-            dir.join("tokenizer.json").display(),
-            tokenizer.vocab_size() - 1,
-            dir.join("config.json").display(),
-            arch.vocab
-        ))
-        .hint(
-            "the two files belong to different models: fetch both from the same place, or give token ids with --ids",
-        )),
-        Ok(tokenizer) => Ok(Some(tokenizer)),
+        Ok(tokenizer) => match beyond_vocabulary(dir, &tokenizer, arch) {
+            Some(failure) if !optional => Err(failure),
+            _ => Ok(Some(tokenizer)),
+        },
         Err(TokenizerError::Missing { .. }) if optional => Ok(None),
         Err(error) => Err(tokenizer_failure(&error)),
     }

@@ -82,7 +82,12 @@ pub enum Bound {
     /// What the machine and its control group have left.
     Machine,
     /// A limit on what this process may map.
-    Space(Space),
+    Space {
+        /// The limit.
+        space: Space,
+        /// Bytes by which it is too small for what is mapped besides a budget alone.
+        short: u64,
+    },
 }
 
 /// Resident weights that could take less memory.
@@ -110,9 +115,9 @@ impl TooSmall {
         self.least.fixed() + self.least.experts()
     }
 
-    /// What to do where it is `space` that allows no more.
-    pub fn raised(&self, space: &Space) -> String {
-        let least = space.raised(self.needed().saturating_sub(self.least.total));
+    /// What to do where it is `space` that allows no more, and is `short` of what is mapped besides.
+    pub fn raised(&self, space: &Space, short: u64) -> String {
+        let least = space.raised(self.needed().saturating_sub(self.least.total) + short);
         format!("this process may map no more: `{} {least}` and above works", space.set_by)
     }
 
@@ -169,8 +174,11 @@ impl Demand<'_> {
             None => (default_total(self.available), Bound::Machine),
         };
         // Nobody but this process takes of it, so that no share is left to others.
-        match self.space.map(|space| (space.most(self.unheld), Bound::Space(space))) {
-            Some((most, space)) if most < total => (most, space),
+        match self.space.map(|space| (space.most(self.unheld), space)) {
+            Some((most, space)) if most < total => {
+                let short = self.unheld.saturating_sub(space.most(0));
+                (most, Bound::Space { space, short })
+            }
             _ => (total, bound),
         }
     }
@@ -416,7 +424,14 @@ mod tests {
         let limited = Demand { space: Some(space), unheld: 130, ..DEMAND };
         for demand in [Demand { ram: None, ..limited }, Demand { ram: Some(5000), ..limited }] {
             let refused = Budget::divide(&demand).unwrap_err();
-            assert_eq!((refused.needed(), refused.least.total, refused.bound), (620, 610, Bound::Space(space)));
+            assert_eq!(
+                (refused.needed(), refused.least.total, refused.bound),
+                (620, 610, Bound::Space { space, short: 0 })
+            );
+            // What is mapped besides is by 60 more than there is: of the limit both that and the budget are wanting.
+            let refused = Budget::divide(&Demand { unheld: 800, ..demand }).unwrap_err();
+            assert_eq!((refused.least.total, refused.bound), (0, Bound::Space { space, short: 60 }));
+            assert!(refused.raised(&space, 60).contains("`ulimit -v 1024`"), "{}", refused.raised(&space, 60));
             let unheld = 120;
             assert_eq!(Budget::divide(&Demand { unheld, ..demand }).map(|b| (b.total, b.slots())), Ok((620, 1)));
         }

@@ -7,7 +7,6 @@ use millstream_io::{DEPTH_AUTO, DeviceKind, IoMode};
 use super::EngineError;
 use super::drafts::DraftRule;
 use super::space::Space;
-
 use super::switches::{Switch, Switches};
 use crate::checkpoint::convert::Widths;
 use crate::forward::KvBits;

@@ -193,8 +193,8 @@ impl EngineError {
                         "free memory, or shorten the context with -c; the smallest --ram that works is {}{less}",
                         e.typed()
                     ),
-                    Bound::Space(space) => {
-                        format!("{}; a shorter context (-c) needs less{less}", e.raised(&space))
+                    Bound::Space { space, short } => {
+                        format!("{}; a shorter context (-c) needs less{less}", e.raised(&space, short))
                     }
                 })
             }

@@ -20,7 +20,6 @@ pub mod sampler;
 mod scales;
 pub mod space;
 mod spread;
-
 pub mod stats;
 pub mod stop;
 mod switches;

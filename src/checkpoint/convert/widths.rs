@@ -91,7 +91,8 @@ impl Widths {
         let is_of_three = self.all().contains(&Some(Width::Bits3)) && usize::from(group) == INT3_GROUP;
         if !(self.uses_group() || is_of_three) {
             let expected = format!("a 4-bit width for groups of {group} to apply to (3-bit ones have {INT3_GROUP})");
-            return fault(expected, self.named().trim_end().to_owned());
+            let found = self.named();
+            return fault(expected, if found.is_empty() { "none".to_owned() } else { found.trim_end().to_owned() });
         }
         Ok(())
     }

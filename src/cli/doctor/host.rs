@@ -22,7 +22,6 @@ use super::{Check, Report, Status};
 use crate::cli::config::RunConfig;
 use crate::cli::info::nodes_text;
 use crate::cli::job::engine_failure_of;
-
 use crate::cli::machine::Machine;
 use crate::cli::plan::speed;
 use crate::cli::{Failure, render, size};
@@ -129,7 +128,7 @@ pub fn memory(
     let (_, error) = refused?;
     let less = error.narrower.map_or_else(String::new, |narrower| format!("; {narrower}"));
     let hint = match &error.bound {
-        Bound::Space(space) => format!("{}, for a short `run`{less}", error.raised(space)),
+        Bound::Space { space, short } => format!("{}, for a short `run`{less}", error.raised(space, *short)),
         _ => format!("free memory, or allow more: a short `run` works with --ram {}{less}", error.typed()),
     };
     report.fail("memory", error.to_string(), Some(hint));

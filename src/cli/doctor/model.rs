@@ -8,6 +8,7 @@ use crate::model::template::{ChatTemplate, Message, RenderOptions, Role, Templat
 use crate::model::tokenizer::Tokenizer;
 
 use super::Report;
+use crate::cli::prompt::beyond_vocabulary;
 use crate::cli::{Failure, size};
 
 /// The model and the tokens of a greeting, where nothing about its files is wrong but perhaps its tokenizer, without
@@ -54,14 +55,9 @@ fn failure(error: &CheckpointError) -> Failure {
 fn tokenizer(dir: &Path, arch: Option<&Arch>, report: &mut Report) -> Option<Tokenizer> {
     let opened = Tokenizer::open(dir);
     let tokenizer = opened.map_err(|e| report.failure("tokenizer", Failure::of(&e).hint(e.hint()))).ok()?;
-    let size = tokenizer.vocab_size();
-    match arch.map(|arch| arch.vocab).filter(|vocab| size > *vocab) {
-        Some(vocab) => report.warn(
-            "tokenizer",
-            format!("{size} tokens, but the model's vocabulary has {vocab}"),
-            "a prompt that needs one of the others is refused; tokenizer.json may belong to another model",
-        ),
-        None => report.ok("tokenizer", format!("{size} tokens")),
+    match arch.and_then(|arch| beyond_vocabulary(dir, &tokenizer, arch)) {
+        Some(beyond) => report.failure("tokenizer", beyond),
+        None => report.ok("tokenizer", format!("{} tokens", tokenizer.vocab_size())),
     }
     Some(tokenizer)
 }
@@ -74,7 +70,11 @@ fn template(dir: &Path, arch: Option<&Arch>, tokenizer: Option<&Tokenizer>, repo
     };
     let options = RenderOptions { enable_thinking: Some(false), add_generation_prompt: true };
     let rendered = ChatTemplate::open(dir)
-        .and_then(|template| template.render(&[Message::new(Role::User, "Hello")], &options, tokenizer.control()));
+        .and_then(|template| template.render(&[Message::new(Role::User, "Hello")], &options, tokenizer.control()))
+        .and_then(|rendered| match rendered.text().trim() {
+            "" => Err(TemplateError::Blank { dir: dir.to_owned() }),
+            _ => Ok(rendered),
+        });
     match rendered {
         Ok(rendered) => match tokenizer.encode_rendered(&rendered) {
             Ok(ids) if ids.iter().any(|&id| arch.is_some_and(|arch| id as usize >= arch.vocab)) => report.fail(

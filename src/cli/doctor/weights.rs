@@ -98,7 +98,11 @@ fn name(bad: Vec<BadNumber>, report: &mut Report) {
         bad.iter().skip(BAD_NUMBERS_NAMED_MAX).map(|bad| bad.shard.display().to_string()).collect();
     let left = bad.len().saturating_sub(BAD_NUMBERS_NAMED_MAX);
     for bad in bad.into_iter().take(BAD_NUMBERS_NAMED_MAX) {
-        let hint = "fetch or convert this shard again; where the publisher's own is so, no program can use it";
+        let hint = if bad.value.is_finite() {
+            "fetch or convert this shard again; where the publisher's own is so, an answer may come to numbers that are not finite"
+        } else {
+            "fetch or convert this shard again; where the publisher's own is so, no program can use it"
+        };
         let more = vec![
             ("shard", json!(bad.shard.display().to_string())),
             ("tensor", json!(bad.tensor)),
