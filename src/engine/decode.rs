@@ -18,6 +18,21 @@ impl EngineError {
     pub(super) fn is_stop(&self) -> bool {
         matches!(self, EngineError::Forward(ForwardError::Cancelled | ForwardError::Store(StoreError::GivenUp)))
     }
+
+    /// Whether a step may have come to this by its drafts alone.
+    fn may_be_of_drafts(&self) -> bool {
+        let EngineError::Forward(error) = self else { return false };
+        match error {
+            ForwardError::Store(error) => match error {
+                StoreError::Read { .. } | StoreError::Damaged(_) | StoreError::Unfit(_) => true,
+                // Said once, and of tokens that were given out.
+                StoreError::Spoilt(_) => false,
+                StoreError::Device(_) | StoreError::GivenUp => false,
+            },
+            ForwardError::NotFinite { .. } => true,
+            ForwardError::Cancelled => false,
+        }
+    }
 }
 
 impl Engine {
@@ -95,8 +110,10 @@ impl Engine {
     fn drafted_step(&mut self, cancel: &AtomicBool, observer: &mut dyn Observer) -> Result<(), EngineError> {
         let mut run = std::mem::take(&mut self.drafts.run);
         let mut result = self.decode_step(&run, cancel, observer);
-        // What a draft asks for the answer may never need: that it cannot be had ends no answer.
-        if run.len() > 1 && result.as_ref().is_err_and(|error| !error.is_stop()) {
+        // What a draft asks for the answer may never need: that it cannot be had ends no answer. Nor is it asked for again: a
+        // bad place of a drive may cost seconds each time.
+        if run.len() > 1 && result.as_ref().is_err_and(EngineError::may_be_of_drafts) {
+            self.drafts.give_up();
             run.truncate(1);
             result = self.decode_step(&run, cancel, observer);
         }

@@ -83,6 +83,8 @@ pub(super) struct Drafts {
     pub(super) run: Vec<u32>,
     /// Of the last step, the row whose logits are those of the last position: the rows behind it were not accepted.
     pub(super) row: usize,
+    /// Nothing is drafted for the rest of this answer.
+    given_up: bool,
     pub(super) tally: Tally,
 }
 
@@ -94,16 +96,21 @@ impl Drafts {
             // The last token of an answer has no position in the context any more.
             DraftSource::Ngram => Some(Ngram::new(context + 1, room)),
         };
-        Drafts { rule, ngram, run: room.empty(rule.rows()), row: 0, tally: Tally::default() }
+        Drafts { rule, ngram, run: room.empty(rule.rows()), row: 0, given_up: false, tally: Tally::default() }
     }
 
     /// An answer to `prompt` begins.
     pub(super) fn begin(&mut self, prompt: &[u32]) {
-        self.tally = Tally::default();
+        (self.given_up, self.tally) = (false, Tally::default());
         if let Some(ngram) = &mut self.ngram {
             ngram.clear();
             prompt.iter().for_each(|&token| ngram.push(token));
         }
+    }
+
+    /// What a draft asked for cannot be had: nothing more is drafted for this answer.
+    pub(super) fn give_up(&mut self) {
+        self.given_up = true;
     }
 
     /// The answer goes on with `token`.
@@ -117,7 +124,7 @@ impl Drafts {
     pub(super) fn draft(&mut self, token: u32, most: usize) {
         self.run.clear();
         self.run.push(token);
-        if let Some(ngram) = &self.ngram {
+        if let Some(ngram) = self.ngram.as_ref().filter(|_| !self.given_up) {
             ngram.propose(most.min(self.rule.most), &mut self.run);
         }
     }
