@@ -47,6 +47,8 @@ pub struct KvFile {
     blocks: Blocks,
     /// Whole blocks.
     buffer: Vec<u8>,
+    /// A block of the file, to be compared.
+    found: Vec<u8>,
     /// Tokens of the context, as far as they are known, each with the form that it was computed in.
     places: Vec<Place>,
     /// Positions that are in the file: read and compared, or written.
@@ -74,6 +76,7 @@ impl KvFile {
             writable,
             blocks,
             buffer: vec![0; buffer_bytes(blocks.bytes)],
+            found: vec![0; blocks.bytes],
             places: Vec::with_capacity(context),
             held: 0,
             chain: blocks.seed,
@@ -88,7 +91,8 @@ impl KvFile {
 
     /// Bytes that one takes for contexts of `context` positions with `position_bytes` each.
     pub fn room_bytes(position_bytes: usize, context: usize) -> usize {
-        buffer_bytes(position_bytes + BESIDE_BYTES) + context * size_of::<Place>()
+        let block = position_bytes + BESIDE_BYTES;
+        buffer_bytes(block) + block + context * size_of::<Place>()
     }
 
     /// What it was to the last generation.
@@ -109,10 +113,7 @@ impl KvFile {
         (self.held, self.chain, self.tail, self.active) = (0, self.blocks.seed, true, true);
         self.stats = KvFileStats::default();
         if let Err(error) = self.take(kv, &prompt[..prompt.len() - 1], form) {
-            // Whoever cannot read it must not cut it either.
-            self.writable = false;
-            let (name, held) = (self.storage.name(), self.held);
-            self.warnings.push(format!("{name} cannot be read beyond {held} positions, and is left alone: {error}"));
+            self.leave_alone(&error);
         }
         self.places.clear();
         self.places.extend(prompt[..self.held].iter().map(|&token| Place { token, form }));
@@ -203,12 +204,34 @@ impl KvFile {
             return;
         }
         let began = Instant::now();
-        if let Err(error) = self.write(kv) {
+        if let Err(error) = self.pass_over(kv) {
+            self.leave_alone(&error);
+        } else if let Err(error) = self.write(kv) {
             // What was written in part would be found, and the room that it takes would be missing elsewhere.
             let _ = self.storage.cut(self.blocks.offset(self.held));
             self.fail(&error);
         }
         self.stats.write_s += began.elapsed().as_secs_f64();
+    }
+
+    /// Counts as held what the file has already, bit for bit as it would be written: a shorter prompt, or an answer that is
+    /// given again, must not cost what lies behind it.
+    fn pass_over(&mut self, kv: &KvCache) -> io::Result<()> {
+        if !self.tail {
+            return Ok(());
+        }
+        let there = self.blocks.held(self.storage.len_bytes()?).0;
+        let block = &mut self.buffer[..self.blocks.bytes];
+        while self.held < there.min(kv.len()) {
+            kv.export(self.held, format::numbers(block));
+            let sum = format::seal(block, self.places[self.held], self.chain);
+            self.storage.read(self.blocks.offset(self.held), &mut self.found)?;
+            if *block != self.found {
+                break;
+            }
+            (self.held, self.chain) = (self.held + 1, sum);
+        }
+        Ok(())
     }
 
     fn write(&mut self, kv: &KvCache) -> io::Result<()> {
@@ -230,6 +253,13 @@ impl KvFile {
             self.stats.written_bytes += (count * bytes) as u64;
         }
         Ok(())
+    }
+
+    /// Nothing is written any more: whoever cannot read it must not cut it either.
+    fn leave_alone(&mut self, error: &io::Error) {
+        self.writable = false;
+        let (name, held) = (self.storage.name(), self.held);
+        self.warnings.push(format!("{name} cannot be read beyond {held} positions, and is left alone: {error}"));
     }
 
     /// Nothing is written any more.

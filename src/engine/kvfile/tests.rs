@@ -178,16 +178,48 @@ fn what_two_prompts_have_in_common_is_taken_and_the_last_token_never() {
     // The same prompt; one that goes on; one that goes another way in the middle; one of which nothing is known.
     let on = [&first[..], &tokens(20, 9)[..]].concat();
     let way = other_way(&on, 11, 20);
-    for (tokens, prompt, expected) in
-        [(&first, 20, 19), (&first, 30, 29), (&on, 45, 30), (&way, 25, 11), (&first, 20, 11), (&tokens(9, 8), 5, 0)]
-    {
+    for (tokens, prompt, expected, added) in [
+        (&first, 20, 19, 0),
+        (&first, 30, 29, 0),
+        (&on, 45, 30, 20),
+        (&way, 25, 11, 20),
+        (&first, 20, 11, 19),
+        (&tokens(9, 8), 5, 0, 9),
+    ] {
         let (taken, file) = generate(&disk, tokens, prompt);
         assert_eq!((taken, file.warnings()), (expected, &[][..]));
-        assert_eq!(file.stats().added, tokens.len() - expected);
+        assert_eq!(file.stats().added, added);
         let fresh = begun();
         generate(&fresh, tokens, prompt);
         assert!(disk.bytes() == fresh.bytes(), "the file is the one that a run from nothing leaves");
     }
+}
+
+#[test]
+fn what_is_computed_again_costs_nothing_of_what_lies_behind_it() {
+    let disk = begun();
+    let all = tokens(40, 3);
+    generate(&disk, &all, 20);
+    let whole = disk.bytes();
+    disk.0.lock().unwrap().changes.clear();
+    for (len, prompt) in [(5, 5), (21, 20), (30, 5), (40, 20)] {
+        let (taken, file) = generate(&disk, &all[..len], prompt);
+        assert_eq!((taken, file.stats().added, file.warnings()), (prompt - 1, 0, &[][..]));
+        assert!(disk.0.lock().unwrap().changes.is_empty(), "{len} of 40");
+    }
+    // The same prompt and another answer: cut where that begins, and not where the prompt ends.
+    let way = other_way(&all, 33, 4);
+    assert_eq!(generate(&disk, &way, 20).1.stats().added, 4);
+    let fresh = begun();
+    generate(&fresh, &way, 20);
+    assert!(disk.bytes() == fresh.bytes());
+    assert!(matches!(disk.0.lock().unwrap().changes[0], Change::Cut(at) if at == header().blocks().offset(33)));
+    // Damage behind what is taken is mended, and what lies behind that is gone.
+    let mut flipped = whole.clone();
+    flipped[header().blocks().offset(25) as usize + 3] ^= 1;
+    let disk = Shared::holding(&flipped);
+    generate(&disk, &all[..28], 10);
+    assert!(disk.bytes() == whole[..header().blocks().offset(28) as usize]);
 }
 
 #[test]
