@@ -175,12 +175,13 @@ impl EngineError {
             | EngineError::Forward(ForwardError::Store(StoreError::Read { source: e, .. } | StoreError::Device(e))) => {
                 e.hint()
             }
-            EngineError::Damaged(_) | EngineError::Forward(ForwardError::Store(StoreError::Damaged(_))) => Some(
-                "`millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again".into(),
-            ),
-            EngineError::Forward(ForwardError::Store(StoreError::Spoilt(_))) => Some(
+            EngineError::Forward(ForwardError::Store(StoreError::Spoilt(damaged))) if damaged.mirrored => Some(
                 "run again without the copy that the warning names: leave that --mirror out, or copy its files anew"
                     .into(),
+            ),
+            EngineError::Damaged(_)
+            | EngineError::Forward(ForwardError::Store(StoreError::Damaged(_) | StoreError::Spoilt(_))) => Some(
+                "`millstream doctor --deep -m DIR` lists all that is damaged; convert or fetch the model again".into(),
             ),
             EngineError::TooSmall(e) => {
                 let less = e.narrower.map_or_else(String::new, |narrower| format!("; {narrower}"));

@@ -50,6 +50,8 @@ pub struct Damaged {
     pub expected: u64,
     /// XXH3-64 of the bytes that came.
     pub found: u64,
+    /// There are mirrors, and it may be one of them that is wrong.
+    pub mirrored: bool,
 }
 
 /// Expected hashes and the reads to check by them.
@@ -129,7 +131,11 @@ impl Checks {
         let (files, (span, place), expected) =
             (self.files.as_ref()?, table.whole(key)?, self.expected[table.index(key)]?);
         let found = xxh3_64(&slab[place.at as usize..][..place.len as usize]);
-        (found != expected).then(|| Damaged { key, shard: files.path(span.file).to_owned(), span, expected, found })
+        let damaged = || {
+            let (shard, mirrored) = (files.path(span.file).to_owned(), files.drives() > 1);
+            Damaged { key, shard, span, expected, found, mirrored }
+        };
+        (found != expected).then(damaged)
     }
 
     /// Compares the bytes that were read into `slab`; where they are wrong and there are mirrors, puts those of a copy
@@ -174,7 +180,8 @@ impl Checks {
             files.read_copy(span.file, drive, span.offset, &mut bytes)?.ok()?;
             let shard = files.copy_path(span.file, drive)?.to_owned();
             let found = xxh3_64(&bytes);
-            (found != expected).then_some(Damaged { key, shard, span, expected, found })
+            let mirrored = files.drives() > 1;
+            (found != expected).then_some(Damaged { key, shard, span, expected, found, mirrored })
         })
     }
 
