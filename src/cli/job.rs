@@ -12,7 +12,7 @@ use super::args::{EngineArgs, ModelArgs, RunArgs, WidthArgs};
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::usage::Usage;
-use super::{Failure, bundled, output, prompt, render, tuning};
+use super::{Failure, bundled, kvfile, output, prompt, render, tuning};
 
 /// A generation of which everything is decided and nothing is loaded.
 pub struct Prepared {
@@ -37,7 +37,8 @@ pub struct Prepared {
 /// What a generation with these flags reads, as far as the user named it. What comes with the program is in no danger: it
 /// is copied from or made anew.
 pub fn inputs(args: &RunArgs, machine: &Machine) -> Vec<PathBuf> {
-    model_dir(args, machine).into_iter().chain(args.engine.mirror.iter().cloned()).chain(args.file.clone()).collect()
+    let files = args.file.iter().chain(&args.kv).cloned();
+    model_dir(args, machine).into_iter().chain(args.engine.mirror.iter().cloned()).chain(files).collect()
 }
 
 /// The directory of the model, where the user named it.
@@ -57,6 +58,9 @@ pub fn prepare(args: &RunArgs, machine: &Machine) -> Result<Option<Prepared>, Fa
     }
     if let Some(path) = &args.stats_json {
         output::check(path, "statistics", &inputs)?;
+    }
+    if let Some(path) = &args.kv {
+        kvfile::check(path, &config.usage)?;
     }
     let Some(checkpoint) = open_checkpoint(args, &mut config, machine)? else { return Ok(None) };
     let dir = checkpoint.dir.clone();

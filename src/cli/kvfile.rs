@@ -12,8 +12,27 @@ use crate::engine::Engine;
 use crate::engine::kvfile::{HEADER_BYTES_MOST, Header, Mismatch, Storage};
 use crate::limits::KV_FILES_ASIDE_MAX;
 
+use super::usage::UsageChoice;
+use super::{Failure, output};
+
 /// A conversation is for its user alone.
 const MODE: u32 = 0o600;
+
+/// Refuses a name that makes a shard of the model's directory of it, and one that the usage history has, which would be
+/// written over it.
+pub fn check(path: &Path, usage: &UsageChoice) -> Result<(), Failure> {
+    let refused = |cause: &str| {
+        let text = format!("--kv: a context cannot be kept in {}", path.display());
+        Err(Failure::usage(text).cause(cause).hint("give another name"))
+    };
+    match usage {
+        _ if path.extension().is_some_and(|extension| extension == "safetensors") => {
+            refused("files of that name are read as weights")
+        }
+        UsageChoice::File(usage) if output::is_same(path, usage) => refused("--usage is the same file"),
+        UsageChoice::File(_) | UsageChoice::Auto | UsageChoice::Off => Ok(()),
+    }
+}
 
 /// Keeps the contexts of `engine` in the file at `path`, as far as that can be. What is wrong with it.
 pub fn keep(engine: &mut Engine, path: &Path) -> Option<String> {
@@ -107,6 +126,7 @@ impl KvPlace {
 
     /// For reading and writing, or for reading where it cannot be written.
     fn open_any(path: PathBuf) -> Result<KvPlace, Unusable> {
+        let action = if path.exists() { "open" } else { "create" };
         let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(MODE).open(&path);
         match opened {
             Ok(file) => Ok(KvPlace { path, file, writable: true }),
@@ -114,10 +134,10 @@ impl KvPlace {
                 match File::open(&path) {
                     Ok(file) => Ok(KvPlace { path, file, writable: false }),
                     // Why it cannot be made says more than that it is not there.
-                    Err(_) => Err(Unusable::System("create", error)),
+                    Err(_) => Err(Unusable::System(action, error)),
                 }
             }
-            Err(error) => Err(Unusable::System("create", error)),
+            Err(error) => Err(Unusable::System(action, error)),
         }
     }
 

@@ -36,6 +36,11 @@ pub fn check<P: AsRef<Path>>(path: &Path, what: &str, inputs: &[P]) -> Result<()
             }
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            // Such as the file of a context, which the command makes before it writes.
+            if let Some(input) = inputs.iter().map(AsRef::as_ref).find(|input| is_same(path, input)) {
+                let cause = format!("{} is another file of this command", input.display());
+                return Err(refused(&cause).hint("give another name"));
+            }
             let trial = beside(path);
             File::create_new(&trial).map_err(|e| refused(&e))?;
             // Only a trial; where it cannot be removed the place cannot be used either.
@@ -81,6 +86,21 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
 fn beside(path: &Path) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     path.with_file_name(format!(".{name}.{}.part", std::process::id()))
+}
+
+/// Whether two names are of one file, which need not be there yet.
+pub fn is_same(one: &Path, other: &Path) -> bool {
+    match (fs::metadata(one), fs::metadata(other)) {
+        (Ok(one), Ok(other)) => (one.dev(), one.ino()) == (other.dev(), other.ino()),
+        (Err(_), Err(_)) => {
+            let place = |path: &Path| {
+                let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+                Some((fs::canonicalize(parent).ok()?, path.file_name()?.to_owned()))
+            };
+            place(one).is_some_and(|one| place(other) == Some(one))
+        }
+        _ => false,
+    }
 }
 
 /// Which file of `input` is `file`.
