@@ -42,6 +42,12 @@ pub fn record(args: &RecordArgs, machine: &Machine) -> Result<Done, Failure> {
         )
         .hint("leave --draft out: the answer is the same"));
     }
+    if args.run.kv.is_some() {
+        return Err(Failure::usage(
+            "--kv: a trace is of what tokens choose, and what is taken from a file is not computed",
+        )
+        .hint("leave --kv out: the answer is the same"));
+    }
     output::check(&args.out, "trace", &job::inputs(&args.run, machine))?;
     let mut recorded = None;
     let done = if args.text {
