@@ -10,16 +10,25 @@ mod program;
 
 use std::fs;
 use std::io;
+use std::ops::ControlFlow;
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use engines::{Arithmetic, Model, Setup, config, greedy};
 use millstream::checkpoint::Checkpoint;
+use millstream::checkpoint::verify::Manifest;
 use millstream::engine::kvfile::Storage;
-use millstream::engine::{Activations, AttentionForm, Engine, EngineConfig, KvBits};
+use millstream::engine::sampler::Sampling;
+use millstream::engine::{
+    Activations, AttentionForm, DraftRule, DraftSource, Engine, EngineConfig, EngineError, Job, KvBits, Switch, Verify,
+};
+use millstream::forward::ForwardError;
+use millstream::store::StoreError;
 use program::{done, json, program, stderr, stdout};
 use seccompiler::SeccompCmpArgLen::{Dword, Qword};
 use seccompiler::{BpfProgram, SeccompAction, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch};
@@ -156,6 +165,115 @@ fn a_context_of_another_length_goes_on_also_where_attention_becomes_sparse() {
     turns(&tales, setups(), [PROMPT + ANSWER, 1024, 100]);
 }
 
+/// An engine over `dir` with this sample of checks, which goes on from a copy of what `kept` has.
+fn sampling(dir: &Path, drafts: DraftRule, prefetch: Switch, seed: u64, kept: &InMemory) -> (Engine, InMemory) {
+    let setup = Setup { drafts, prefetch, ..Setup::RESIDENT };
+    let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
+    let plain = config(&arithmetic, &setup);
+    let config = EngineConfig { verify: Verify::Sample, verify_seed: seed, kv_file: true, ..plain };
+    let mut engine = Engine::open(Checkpoint::open(dir).unwrap(), &config).unwrap();
+    let copy = InMemory(Arc::new(Mutex::new(kept.bytes())));
+    if copy.bytes().is_empty() {
+        copy.0.lock().unwrap().extend(engine.kv_header().unwrap().encode());
+    }
+    engine.kv_header().unwrap().check(&copy.bytes()).unwrap();
+    engine.keep_context(Box::new(copy.clone()), true);
+    (engine, copy)
+}
+
+/// Experts that each routed layer of each step chose for an answer, and how many it chose for each of so many rows.
+fn chosen(dir: &Path, drafts: DraftRule, prompt: &[u32], kept: &InMemory) -> Vec<(usize, Vec<u16>)> {
+    let (mut engine, _) = sampling(dir, drafts, Switch::Off, 0, kept);
+    let mut steps = vec![];
+    let job = Job { prompt: prompt.to_vec(), max_tokens: 20, sampling: Sampling::greedy(), stop_ids: vec![] };
+    let mut observer = |layer: usize, ids: &[u16], _: &[f32]| steps.push((layer, ids.to_vec()));
+    engine.generate_observed(&job, &AtomicBool::new(false), &mut |_| ControlFlow::Continue(()), &mut observer).unwrap();
+    steps
+}
+
+/// Changes a byte of an expert, or changes it back.
+fn flip(dir: &Path, (layer, expert): (usize, u16)) {
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let runs = Manifest::read(&checkpoint).unwrap().runs;
+    let run = runs.iter().find(|run| (run.layer, run.expert) == (Some(layer), Some(usize::from(expert)))).unwrap();
+    let file = fs::File::options().read(true).write(true).open(&checkpoint.tensors.paths()[run.span.file.0 as usize]);
+    let (file, mut byte) = (file.unwrap(), [0]);
+    file.read_exact_at(&mut byte, run.span.offset).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], run.span.offset).unwrap();
+}
+
+const DRAFTS: DraftRule = DraftRule { source: DraftSource::Ngram, most: 4 };
+const NO_DRAFTS: DraftRule = DraftRule { source: DraftSource::Off, most: 4 };
+
+/// A prompt, an expert of it, and one that nobody asks for before a drafted step does, and that the answer needs as well.
+fn first_asked_for_by_a_drafted_step(dir: &Path, kept: &InMemory) -> (Vec<u32>, Vec<(usize, u16)>, (usize, u16)) {
+    let whole = Model::TalesInt4.repetitive();
+    for len in (20..whole.len()).rev() {
+        let prompt = &whole[..len];
+        let (plain, drafted) = (chosen(dir, NO_DRAFTS, prompt, kept), chosen(dir, DRAFTS, prompt, kept));
+        let layers = drafted.iter().skip(1).position(|(layer, _)| *layer == drafted[0].0).unwrap() + 1;
+        let top = drafted[0].1.len() / (len - KEPT);
+        let keys = |(layer, ids): &(usize, Vec<u16>)| ids.iter().map(|id| (*layer, *id)).collect::<Vec<_>>();
+        let needed: Vec<_> = plain.iter().flat_map(keys).collect();
+        let mut seen: Vec<_> = drafted[..layers].iter().flat_map(keys).collect();
+        let of_prompt = seen.clone();
+        for step in &drafted[layers..] {
+            let new = |key: &(usize, u16)| step.1.len() > top && !seen.contains(key) && needed.contains(key);
+            if let Some(key) = keys(step).into_iter().find(new) {
+                return (prompt.to_vec(), of_prompt, key);
+            }
+            seen.extend(keys(step));
+        }
+    }
+    panic!("no drafted step asks for anything new");
+}
+
+/// Positions that the file has before.
+const KEPT: usize = 8;
+
+#[test]
+fn damage_that_a_drafted_step_finds_ends_the_answer_as_without_drafts_and_nothing_of_it_is_kept() {
+    let model = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for entry in fs::read_dir(Model::TalesInt4.dir()).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), model.path().join(entry.file_name())).unwrap();
+    }
+    let dir = model.path();
+    let (mut engine, kept) = sampling(dir, NO_DRAFTS, Switch::Off, 0, &InMemory::default());
+    greedy(&mut engine, &Model::TalesInt4.repetitive()[..KEPT], 0).unwrap();
+    let (prompt, of_prompt, late) = first_asked_for_by_a_drafted_step(dir, &kept);
+    let run = |drafts, prefetch, seed| {
+        let (mut engine, file) = sampling(dir, drafts, prefetch, seed, &kept);
+        (greedy(&mut engine, &prompt, 20), file)
+    };
+    // A sample that has the late one and not the early one.
+    flip(dir, late);
+    let seed = (0..2000).find(|&seed| run(NO_DRAFTS, Switch::Off, seed).0.is_err()).unwrap();
+    flip(dir, late);
+    let passes = |&early: &(usize, u16)| {
+        flip(dir, early);
+        let passes = run(NO_DRAFTS, Switch::Off, seed).0.is_ok();
+        if !passes {
+            flip(dir, early);
+        }
+        passes
+    };
+    let early = of_prompt.into_iter().find(passes).unwrap();
+    flip(dir, late);
+    // What was read ahead and is damaged fails nothing by itself.
+    for (drafts, prefetch) in [NO_DRAFTS, DRAFTS].into_iter().flat_map(|d| [(d, Switch::Off), (d, Switch::On)]) {
+        let what = (drafts, prefetch);
+        let (result, file) = run(drafts, prefetch, seed);
+        let error = result.unwrap_err();
+        let EngineError::Forward(ForwardError::Store(StoreError::Spoilt(damaged))) = &error else {
+            panic!("{what:?}: {error}")
+        };
+        assert_eq!((usize::from(damaged.key.layer), damaged.key.expert), early, "{what:?}");
+        assert!(error.hint().unwrap().contains("doctor --deep"), "there are no mirrors");
+        assert!(file.bytes() == kept.bytes(), "{what:?}: what was taken, and no more");
+    }
+}
+
 // The program, with files.
 
 /// A place for files, and the tiny model's answers.
@@ -233,7 +351,7 @@ fn the_second_run_says_how_much_it_did_not_compute() {
     assert_eq!(second["kv_file"]["added"], 10 + 39);
     let third = done(place.kept(&prompt(60)).output().unwrap());
     let line = stderr(&third).lines().find(|line| line.starts_with("kept ")).unwrap().to_owned();
-    assert!(line.contains("59 of these tokens were in the file") && line.contains("40 added"), "{line}");
+    assert!(line.contains("59 of these tokens were in the file") && line.contains("; 0 added"), "{line}");
     assert!(notes(&third).is_empty() && place.beside().is_empty(), "{:?}", notes(&third));
     let none = json(&done(place.command(&engines::tiny(), &prompt(9), &["--json"]).output().unwrap()));
     assert_eq!((&none["cached_tokens"], none.get("kv_file")), (&0.into(), None));
@@ -292,6 +410,42 @@ fn files_of_others_are_put_aside_or_left_alone_and_cost_one_line() {
         let output = done(place.kept(&asked).output().unwrap());
         assert!(stdout(&output) == expected && notes(&output).is_empty() && place.bytes() == whole);
     }
+}
+
+#[test]
+fn nothing_else_is_written_over_the_file_and_it_is_taken_for_no_shard() {
+    let place = Place::new();
+    let kv = place.file.to_str().unwrap();
+    let refused = |extra: &[&str], words: &str| {
+        let output = place.kept(&prompt(9)).args(extra).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{extra:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains(words), "{extra:?}: {}", stderr(&output));
+    };
+    let flags = [["--stats-json", kv], ["--timeline", kv], ["--usage", kv]];
+    // Before it is there, under another name of its directory too.
+    flags.iter().for_each(|extra| refused(extra, "another name"));
+    refused(&["--stats-json", &format!("{}/./chat.kv", place.home.path().display())], "another name");
+    assert!(!place.file.exists());
+    done(place.kept(&prompt(9)).output().unwrap());
+    let before = place.bytes();
+    flags.iter().for_each(|extra| refused(extra, "another name"));
+    assert!(place.bytes() == before);
+    let mut command = place.command(&engines::tiny(), &prompt(9), &["--kv", "chat.safetensors"]);
+    let output = command.output().unwrap();
+    assert!(output.status.code() == Some(2) && stderr(&output).contains("read as weights"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_shorter_prompt_leaves_the_file_as_it_is() {
+    let place = Place::new();
+    done(place.kept(&prompt(50)).output().unwrap());
+    let before = place.bytes();
+    for extra in [&["-n", "1"][..], &["-n", "20"], &[]] {
+        let output = done(place.kept(&prompt(50)).args(extra).output().unwrap());
+        assert!(notes(&output).is_empty() && place.bytes() == before, "{extra:?}");
+    }
+    done(place.kept(&prompt(30)).args(["-n", "1"]).output().unwrap());
+    assert!(place.bytes() == before);
 }
 
 #[test]
