@@ -149,3 +149,24 @@ impl Engine {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::{Damaged, ExpertKey};
+    use millstream_io::{FileId, FileSpan, IoError};
+
+    #[test]
+    fn what_is_said_of_earlier_tokens_and_of_the_device_is_never_put_down_to_drafts() {
+        let key = ExpertKey { layer: 2, expert: 20 };
+        let span = FileSpan { file: FileId(0), offset: 0, len: 1 };
+        let damaged = Damaged { key, shard: "a".into(), span, expected: 1, found: 2, mirrored: false };
+        let died = || IoError::DeviceDied { cause: "gone".to_owned() };
+        let of = |error: StoreError| EngineError::Forward(ForwardError::Store(error)).may_be_of_drafts();
+        assert!(!of(StoreError::Spoilt(damaged.clone())), "it is said once: nobody would ever know");
+        assert!(!of(StoreError::Device(died())) && !of(StoreError::GivenUp));
+        assert!(of(StoreError::Damaged(damaged)) && of(StoreError::Read { key, source: died() }));
+        assert!(!EngineError::Forward(ForwardError::Cancelled).may_be_of_drafts());
+        assert!(EngineError::Forward(ForwardError::NotFinite { layer: 1, position: 2 }).may_be_of_drafts());
+    }
+}
