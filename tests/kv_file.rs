@@ -191,8 +191,11 @@ fn chosen(dir: &Path, drafts: DraftRule, prompt: &[u32], kept: &InMemory) -> Vec
     steps
 }
 
+/// Layer and number of an expert.
+type Key = (usize, u16);
+
 /// Changes a byte of an expert, or changes it back.
-fn flip(dir: &Path, (layer, expert): (usize, u16)) {
+fn flip(dir: &Path, (layer, expert): Key) {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let runs = Manifest::read(&checkpoint).unwrap().runs;
     let run = runs.iter().find(|run| (run.layer, run.expert) == (Some(layer), Some(usize::from(expert)))).unwrap();
@@ -206,7 +209,7 @@ const DRAFTS: DraftRule = DraftRule { source: DraftSource::Ngram, most: 4 };
 const NO_DRAFTS: DraftRule = DraftRule { source: DraftSource::Off, most: 4 };
 
 /// A prompt, an expert of it, and one that nobody asks for before a drafted step does, and that the answer needs as well.
-fn first_asked_for_by_a_drafted_step(dir: &Path, kept: &InMemory) -> (Vec<u32>, Vec<(usize, u16)>, (usize, u16)) {
+fn first_asked_for_by_a_drafted_step(dir: &Path, kept: &InMemory) -> (Vec<u32>, Vec<Key>, Key) {
     let whole = Model::TalesInt4.repetitive();
     for len in (20..whole.len()).rev() {
         let prompt = &whole[..len];
@@ -218,7 +221,7 @@ fn first_asked_for_by_a_drafted_step(dir: &Path, kept: &InMemory) -> (Vec<u32>, 
         let mut seen: Vec<_> = drafted[..layers].iter().flat_map(keys).collect();
         let of_prompt = seen.clone();
         for step in &drafted[layers..] {
-            let new = |key: &(usize, u16)| step.1.len() > top && !seen.contains(key) && needed.contains(key);
+            let new = |key: &Key| step.1.len() > top && !seen.contains(key) && needed.contains(key);
             if let Some(key) = keys(step).into_iter().find(new) {
                 return (prompt.to_vec(), of_prompt, key);
             }
@@ -250,7 +253,7 @@ fn damage_that_a_drafted_step_finds_ends_the_answer_as_without_drafts_and_nothin
     flip(dir, late);
     let seed = (0..2000).find(|&seed| run(NO_DRAFTS, Switch::Off, seed).0.is_err()).unwrap();
     flip(dir, late);
-    let passes = |&early: &(usize, u16)| {
+    let passes = |&early: &Key| {
         flip(dir, early);
         let passes = run(NO_DRAFTS, Switch::Off, seed).0.is_ok();
         if !passes {
