@@ -200,10 +200,12 @@ fn cases(teams: &[usize]) -> Vec<Case> {
     cases
 }
 
+/// Turns of a loop over registers, and sums that do not wait for one another.
+const TURNS: usize = 200_000;
+const CHAINS: usize = 12;
+
 /// How many products a core makes of what is in its registers, in 10^9 a second: of bytes, and of f32.
 fn peaks(isa: Isa) -> [f64; 2] {
-    const TURNS: usize = 200_000;
-    const CHAINS: usize = 12;
     let rate = |products: usize, run: &dyn Fn()| {
         let started = Started::now();
         run();
@@ -211,75 +213,7 @@ fn peaks(isa: Isa) -> [f64; 2] {
     };
     #[cfg(target_arch = "x86_64")]
     {
-        use std::arch::x86_64::*;
-
-        #[target_feature(enable = "avx512f,avx512vnni")]
-        fn bytes_512() {
-            let mut sums = [_mm512_setzero_si512(); CHAINS];
-            let (a, b) = black_box((_mm512_set1_epi8(1), _mm512_set1_epi8(1)));
-            for _ in 0..TURNS {
-                for sum in &mut sums {
-                    *sum = _mm512_dpbusd_epi32(*sum, a, b);
-                }
-            }
-            black_box(sums);
-        }
-
-        #[target_feature(enable = "avx512f")]
-        fn floats_512() {
-            let mut sums = [_mm512_setzero_ps(); CHAINS];
-            let (a, b) = black_box((_mm512_set1_ps(1.0), _mm512_set1_ps(1.0)));
-            for _ in 0..TURNS {
-                for sum in &mut sums {
-                    *sum = _mm512_fmadd_ps(*sum, a, b);
-                }
-            }
-            black_box(sums);
-        }
-
-        #[target_feature(enable = "avx2,fma")]
-        fn floats_256() {
-            let mut sums = [_mm256_setzero_ps(); CHAINS];
-            let (a, b) = black_box((_mm256_set1_ps(1.0), _mm256_set1_ps(1.0)));
-            for _ in 0..TURNS {
-                for sum in &mut sums {
-                    *sum = _mm256_fmadd_ps(*sum, a, b);
-                }
-            }
-            black_box(sums);
-        }
-
-        /// Four sums of 16 x 16, each of as many products of 64 bytes; all tile registers are of full size and used.
-        fn tiles() {
-            #[repr(C, align(64))]
-            struct Config([u8; 64]);
-            let mut config = Config([0; 64]);
-            config.0[0] = 1;
-            for tile in 0..8 {
-                (config.0[16 + 2 * tile], config.0[48 + tile]) = (64, 16);
-            }
-            // SAFETY: that there are AMX kernels means that this CPU has the instructions and the process permission for
-            // the registers; the block reads the configuration, and leaves the registers as it found them, without any.
-            unsafe {
-                std::arch::asm!(
-                    "ldtilecfg [{config}]",
-                    "2:",
-                    "tdpbssd tmm0, tmm4, tmm6",
-                    "tdpbssd tmm1, tmm4, tmm7",
-                    "tdpbssd tmm2, tmm5, tmm6",
-                    "tdpbssd tmm3, tmm5, tmm7",
-                    "dec {turns}",
-                    "jnz 2b",
-                    "tilerelease",
-                    config = in(reg) &config,
-                    turns = inout(reg) TURNS * CHAINS / 4 => _,
-                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                    options(nostack, readonly),
-                );
-            }
-        }
-
+        use registers::{bytes_512, floats_256, floats_512, tiles};
         // SAFETY: that there are kernels for an instruction set means that this CPU has it.
         let run = |function: unsafe fn()| unsafe { function() };
         match isa {
@@ -293,6 +227,82 @@ fn peaks(isa: Isa) -> [f64; 2] {
     {
         let _ = (isa, rate(1, &|| ()));
         [f64::NAN; 2]
+    }
+}
+
+/// Loops of products of what is in registers.
+#[cfg(target_arch = "x86_64")]
+mod registers {
+    use std::arch::x86_64::*;
+    use std::hint::black_box;
+
+    use super::{CHAINS, TURNS};
+
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    pub fn bytes_512() {
+        let mut sums = [_mm512_setzero_si512(); CHAINS];
+        let (a, b) = black_box((_mm512_set1_epi8(1), _mm512_set1_epi8(1)));
+        for _ in 0..TURNS {
+            for sum in &mut sums {
+                *sum = _mm512_dpbusd_epi32(*sum, a, b);
+            }
+        }
+        black_box(sums);
+    }
+
+    #[target_feature(enable = "avx512f")]
+    pub fn floats_512() {
+        let mut sums = [_mm512_setzero_ps(); CHAINS];
+        let (a, b) = black_box((_mm512_set1_ps(1.0), _mm512_set1_ps(1.0)));
+        for _ in 0..TURNS {
+            for sum in &mut sums {
+                *sum = _mm512_fmadd_ps(*sum, a, b);
+            }
+        }
+        black_box(sums);
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    pub fn floats_256() {
+        let mut sums = [_mm256_setzero_ps(); CHAINS];
+        let (a, b) = black_box((_mm256_set1_ps(1.0), _mm256_set1_ps(1.0)));
+        for _ in 0..TURNS {
+            for sum in &mut sums {
+                *sum = _mm256_fmadd_ps(*sum, a, b);
+            }
+        }
+        black_box(sums);
+    }
+
+    /// Four sums of 16 x 16, each of as many products of 64 bytes; all tile registers are of full size and used.
+    pub fn tiles() {
+        #[repr(C, align(64))]
+        struct Config([u8; 64]);
+        let mut config = Config([0; 64]);
+        config.0[0] = 1;
+        for tile in 0..8 {
+            (config.0[16 + 2 * tile], config.0[48 + tile]) = (64, 16);
+        }
+        // SAFETY: that there are AMX kernels means that this CPU has the instructions and the process permission for
+        // the registers; the block reads the configuration, and leaves the registers as it found them, without any.
+        unsafe {
+            std::arch::asm!(
+                "ldtilecfg [{config}]",
+                "2:",
+                "tdpbssd tmm0, tmm4, tmm6",
+                "tdpbssd tmm1, tmm4, tmm7",
+                "tdpbssd tmm2, tmm5, tmm6",
+                "tdpbssd tmm3, tmm5, tmm7",
+                "dec {turns}",
+                "jnz 2b",
+                "tilerelease",
+                config = in(reg) &config,
+                turns = inout(reg) TURNS * CHAINS / 4 => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, readonly),
+            );
+        }
     }
 }
 

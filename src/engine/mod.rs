@@ -41,13 +41,13 @@ pub use crate::forward::{Guess, GuessFrom, GuessRule, KvBits, Observer};
 use crate::limits::TIMELINE_EVENTS_MAX;
 use crate::meter::Meter;
 pub use crate::model::load::Loaded;
-use crate::model::load::{Content, Piece, fill};
+use crate::model::load::fill;
 use crate::model::resident::Plan;
 pub use crate::ops::Activations;
 use crate::ops::Compute;
 use crate::ops::room::Room;
 pub use crate::store::policy::PolicyKind;
-use crate::store::{ExpertStore, trace};
+use crate::store::{ExpertStore, ExpertTable, trace};
 pub use crate::store::{Hung, Notice, Verify, Watch};
 use budget::Budget;
 pub use config::{AttentionForm, Depth, Dsa, EngineConfig, Memory};
@@ -147,14 +147,8 @@ impl Engine {
         let Divided { context, sparse, rows, kernels, prompt_form, decode_form, .. } = divided;
         let step_rows = rows.max(config.drafts.rows());
         let Divided { files, table, requantized, plan, budget, .. } = divided;
-        let mut notes = checkpoint.notes().to_vec();
-        notes.extend(files.describe());
-        notes.push(budget.to_string());
-        notes.extend(scales::note(&table));
-        notes.extend(narrow_note(&plan));
-        if config.widths.experts.is_some() && table.staging().is_none() {
-            notes.push("experts are stored as narrow as asked, or narrower, and stay".to_owned());
-        }
+        let mut notes = [checkpoint.notes().to_vec(), files.describe(), vec![budget.to_string()]].concat();
+        notes.extend(scales::note(&table).into_iter().chain(narrow_note(&plan)).chain(stays_note(config, &table)));
         let kept = table.kept_scales().clone();
         loaded.announce(plan.bytes() + kept.bytes);
         let (checks, note) = integrity::prepare(config, &checkpoint, &files, &table, device, cancel)?;
@@ -182,18 +176,13 @@ impl Engine {
         // slabs want.
         let resident = plan.load(config.threads, cancel, loaded)?;
         if kept.bytes > 0 {
-            let piece =
-                |(span, at)| Piece { tensor: "scales of experts".to_owned(), at, content: Content::Stored(span) };
-            let pieces: Vec<Piece> = kept.pieces.into_iter().map(piece).collect();
+            let pieces = scales::pieces(&kept);
             experts.store.set_scales(fill(&files, &pieces, kept.bytes, config.threads, cancel, loaded)?);
         }
         let opened_in = checkpoint.took();
         let traced = traced::header(&checkpoint, &experts.store);
         let kv = KvCache::new(&checkpoint.arch, context, sparse, config.kv_bits);
-        let kv_header = match config.kv_file {
-            true => Some(kvfile::header_of(&checkpoint, config, sparse, &kv)?),
-            false => None,
-        };
+        let kv_header = config.kv_file.then(|| kvfile::header_of(&checkpoint, config, sparse, &kv)).transpose()?;
         let arch = checkpoint.arch;
         let team = spread::team(config.threads, &config.nodes);
         let compute = Compute { kernels, team, activations: config.activations };
@@ -298,6 +287,11 @@ fn narrow_note(plan: &Plan) -> Option<String> {
     let (count, all) = (plan.narrow(), plan.matrices());
     (count > 0)
         .then(|| format!("{count} of {all} weights in memory are stored as narrow as asked, or narrower, and stay"))
+}
+
+fn stays_note(config: &EngineConfig, table: &ExpertTable) -> Option<String> {
+    (config.widths.experts.is_some() && table.staging().is_none())
+        .then(|| "experts are stored as narrow as asked, or narrower, and stay".to_owned())
 }
 
 /// Fails where the flag is up.

@@ -1,8 +1,11 @@
 //! Whether scales of experts that lie apart from their weights are kept in memory.
 
+use millstream_io::FileSpan;
+
 use super::budget::{Budget, shown};
 use super::{EngineConfig, EngineError, Switch};
-use crate::store::{ExpertTable, TableError};
+use crate::model::load::{Content, Piece};
+use crate::store::{ExpertTable, KeptScales, TableError};
 
 /// Left open, scales are kept where they take one part in so many of what the experts get, or less. A read more costs an
 /// expert about a hundredth of its time on a drive that reads many at once; so much less room costs hits about as much.
@@ -43,6 +46,16 @@ pub(super) fn choose(
 /// Whether keeping scales of so many bytes is worth the room, where experts get `experts` bytes beside them.
 fn pays(bytes: u64, experts: u64) -> bool {
     bytes * KEPT_ONE_IN <= experts + bytes
+}
+
+/// Where scales that are kept are read from, and where they go.
+pub(super) fn pieces(kept: &KeptScales) -> Vec<Piece> {
+    let piece = |&(span, at): &(FileSpan, usize)| Piece {
+        tensor: "scales of experts".to_owned(),
+        at,
+        content: Content::Stored(span),
+    };
+    kept.pieces.iter().map(piece).collect()
 }
 
 /// What is worth saying about where scales lie.

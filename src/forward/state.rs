@@ -76,8 +76,8 @@ pub struct State {
 }
 
 impl State {
-    /// Scratch for steps of up to `rows` rows, `answered` of which get logits in a step of an answer, in contexts of up to `context` positions on `threads` threads, counted in
-    /// `room`; `explicit` says whether the explicit form of attention will ever be asked for.
+    /// Scratch for steps of up to `rows` rows, `answered` of which get logits in a step of an answer, in contexts of up to
+    /// `context` positions on `threads` threads, counted in `room`; `explicit` says whether the explicit form of attention will ever be asked for.
     pub fn new(
         k: &Kernels,
         arch: &Arch,

@@ -4,9 +4,9 @@
 //! the reads of a layer go on beside its shared expert and the experts that are at hand, and the expert that comes last
 //! is computed after them. Experts that are quantized on their way are so by the threads that compute, once they were read.
 //! A drive that reads several at once has them nearly at once too, and quantizing while it reads is slower, so that runs
-//! take as long as if all of it came after the reads: it is added to them. Then the drive has nothing to do until the next layer asks, unless that layer's experts were
-//! guessed: those are read in that time, as far as it goes. Attention to what lies far back is left out, which makes a token
-//! slower.
+//! take as long as if all of it came after the reads: it is added to them. Then the drive has nothing to do until the next
+//! layer asks, unless that layer's experts were guessed: those are read in that time, as far as it goes. Attention to what
+//! lies far back is left out, which makes a token slower.
 
 mod answer;
 mod found;
