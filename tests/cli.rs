@@ -553,6 +553,41 @@ fn a_tokenizer_that_is_none_is_named() {
     }
 }
 
+/// Whoever opens a pipe waits for somebody to write into it.
+#[test]
+fn a_small_file_that_is_a_pipe_or_a_directory_is_named_and_nobody_waits() {
+    for name in ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"] {
+        for pipe in [true, false] {
+            let dir = copy_without(&[name]);
+            let path = dir.path().join(name);
+            if pipe {
+                assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+            } else {
+                std::fs::create_dir(&path).unwrap();
+            }
+            let model = dir.path().to_str().unwrap();
+            let output = run(&["-p", "x", "-n", "1", "-m", model]);
+            refused(&output, 1, &[name, "regular file", "hint:"]);
+            assert!(!stderr(&output).contains("dmesg"), "{}", stderr(&output));
+            let (failed, code, report) = checks(&["-m", model], "fail");
+            assert_eq!((failed.is_empty(), code), (false, Some(1)), "{report}");
+        }
+    }
+}
+
+#[test]
+fn doctor_reads_as_a_run_with_the_same_environment_does() {
+    let made = tempfile::tempdir().unwrap();
+    let model = made.path().join("model");
+    let output = millstream(&["synth", "-q", "--preset", "small", model.to_str().unwrap()]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    for command in [&["run", "--raw", "-p", "x", "-n", "1", "-q"][..], &["doctor", "--deep"]] {
+        let mut command = millstream(&[command, &["-m", model.to_str().unwrap()]].concat());
+        let output = command.env("MILLSTREAM_DEVICE", "mmap").output().unwrap();
+        assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), stderr(&output));
+    }
+}
+
 #[test]
 fn without_a_chat_template_raw_prompts_still_work() {
     let dir = copy_without(&["chat_template.jinja", "tokenizer_config.json"]);

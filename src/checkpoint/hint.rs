@@ -194,6 +194,8 @@ fn config_hint(field: &str, found: &str) -> &'static str {
     let last = field.rsplit('.').next().unwrap_or(field);
     if ["JSON", "weight_map", "length"].contains(&field) {
         "the file is damaged or cut short: fetch it again"
+    } else if field == "kind of file" {
+        "put the file of the model's publisher, or a link to it, in its place"
     } else if found == "nothing" {
         "the file lacks a value that decides what the model is: compare it with the one of the model's publisher"
     } else if field == "model_type" {

@@ -229,21 +229,22 @@ struct GroupFiles {
     kind: &'static str,
     limits: &'static [&'static str],
     used: &'static str,
-    inactive: &'static str,
+    /// Of memory.stat: file cache in use lately, not in use, and how much of both is mapped.
+    cache: [&'static str; 3],
 }
 
 const VERSION_1: GroupFiles = GroupFiles {
     kind: "cgroup",
     limits: &["memory.limit_in_bytes"],
     used: "memory.usage_in_bytes",
-    inactive: "total_inactive_file",
+    cache: ["total_active_file", "total_inactive_file", "total_mapped_file"],
 };
 /// Above `memory.high` nobody is killed, but everybody who allocates is made to wait.
 const VERSION_2: GroupFiles = GroupFiles {
     kind: "cgroup2",
     limits: &["memory.max", "memory.high"],
     used: "memory.current",
-    inactive: "inactive_file",
+    cache: ["active_file", "inactive_file", "file_mapped"],
 };
 
 impl GroupFiles {
@@ -251,15 +252,22 @@ impl GroupFiles {
         mount.kind == self.kind && (self.kind == "cgroup2" || mount.options.split(',').any(|option| option == "memory"))
     }
 
-    /// Bytes the group in `dir` may still use and the limit that says so; `None` when it has no limit. Inactive file
-    /// cache counts as free: the kernel drops it before it refuses memory.
+    /// Bytes the group in `dir` may still use and the limit that says so; `None` when it has no limit. File cache that nobody
+    /// has mapped counts as free, in use lately or not: the kernel drops it before it refuses memory, and two commands
+    /// one after the other find as much left.
     fn room(&self, dir: &Path) -> Option<(u64, &'static str)> {
         let number = |name: &str| read(&dir.join(name)).trim().parse::<u64>().ok();
         let limits = self.limits.iter().filter_map(|&name| Some((number(name)?, name)));
         let (limit, name) = limits.filter(|(limit, _)| *limit < UNLIMITED).min()?;
         let stat = read(&dir.join("memory.stat"));
-        let inactive = stat.lines().find_map(|line| line.strip_prefix(self.inactive)?.trim().parse::<u64>().ok());
-        let used = number(self.used).unwrap_or(0).saturating_sub(inactive.unwrap_or(0));
+        let bytes = |name: &str| {
+            let values = stat.lines().filter_map(|line| line.split_once(' ')).filter(|(other, _)| *other == name);
+            values.filter_map(|(_, value)| value.trim().parse::<u64>().ok()).next().unwrap_or(0)
+        };
+        let [active, inactive, mapped] = self.cache.map(bytes);
+        // Mapped pages may be of either kind.
+        let free = (active + inactive).saturating_sub(mapped).max(inactive);
+        let used = number(self.used).unwrap_or(0).saturating_sub(free);
         Some((limit.saturating_sub(used), name))
     }
 }
@@ -355,15 +363,18 @@ mod tests {
     }
 
     #[test]
-    fn a_version_2_limit_counts_without_inactive_cache() {
+    fn a_version_2_limit_counts_without_cache_that_nobody_has_mapped() {
         let memory = memory(&[
             MOUNT_V2,
             ("proc/self/cgroup", "0::/a/b\n"),
             ("sys/fs/cgroup/a/b/memory.max", "536870912\n"),
             ("sys/fs/cgroup/a/b/memory.current", "400000000\n"),
-            ("sys/fs/cgroup/a/b/memory.stat", "anon 90000000\ninactive_file 300000000\nactive_file 5\n"),
+            (
+                "sys/fs/cgroup/a/b/memory.stat",
+                "anon 90000000\nfile_mapped 2000000\ninactive_file 300000000\nactive_file 5000000\n",
+            ),
         ]);
-        assert_eq!(memory.available, 536_870_912 - 100_000_000);
+        assert_eq!(memory.available, 536_870_912 - 97_000_000);
         assert_eq!(memory.source, "memory limit of the control group (/sys/fs/cgroup/a/b/memory.max)");
         assert!(memory.limited);
     }
@@ -415,8 +426,12 @@ mod tests {
             ("proc/self/cgroup", "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n"),
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "536870912\n"),
             ("sys/fs/cgroup/memory/memory.usage_in_bytes", "36870912\n"),
-            ("sys/fs/cgroup/memory/memory.stat", "cache 1\ninactive_file 7\ntotal_inactive_file 6870912\n"),
+            (
+                "sys/fs/cgroup/memory/memory.stat",
+                "cache 1\ninactive_file 7\ntotal_inactive_file 6870912\ntotal_active_file 5\ntotal_mapped_file 9\n",
+            ),
         ]);
+        // All that is in use lately is mapped.
         assert_eq!(memory.available, 536_870_912 - 30_000_000);
         assert!(memory.source.contains("/sys/fs/cgroup/memory/memory.limit_in_bytes"));
     }

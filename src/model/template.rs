@@ -330,6 +330,8 @@ fn to_value(json: &Json) -> Value {
 fn read_optional(path: &Path, bytes_max: u64) -> Result<Option<String>, TemplateError> {
     let read = || -> std::io::Result<Option<String>> {
         let length = match std::fs::metadata(path) {
+            // Opening a pipe would wait for a writer.
+            Ok(meta) if !meta.is_file() => return Err(std::io::Error::other("it is no regular file")),
             Ok(meta) => meta.len(),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(e),

@@ -66,6 +66,7 @@ impl TokenizerError {
             }
             TokenizerError::Read { source, .. } => match source.kind() {
                 std::io::ErrorKind::PermissionDenied => "permission: this user may not read it",
+                std::io::ErrorKind::InvalidInput => "put tokenizer.json of the model's repository in its place",
                 _ => "check the drive's health (dmesg), or download tokenizer.json again",
             },
             TokenizerError::TooLarge { .. } | TokenizerError::Invalid { .. } => {
@@ -93,6 +94,11 @@ impl Tokenizer {
     pub fn open(dir: &Path) -> Result<Tokenizer, TokenizerError> {
         let path = dir.join("tokenizer.json");
         let length = match std::fs::metadata(&path) {
+            // Opening a pipe would wait for a writer.
+            Ok(meta) if !meta.is_file() => {
+                let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is no regular file");
+                return Err(TokenizerError::Read { path, source });
+            }
             Ok(meta) => meta.len(),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 return Err(TokenizerError::Missing { dir: dir.to_owned() });

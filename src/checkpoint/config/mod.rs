@@ -86,14 +86,17 @@ pub(crate) fn vendor_name(dir: &Path) -> Result<String> {
 
 /// Reads a small file, refusing one of absurd size before allocating.
 pub(crate) fn read_small(path: &Path) -> Result<Vec<u8>> {
-    let bytes = std::fs::metadata(path).map_err(io_error("read", path))?.len();
+    let metadata = std::fs::metadata(path).map_err(io_error("read", path))?;
+    let fault = |field: &str, expected: String, found: String| {
+        Err(CheckpointError::Config { file: path.display().to_string(), field: field.to_owned(), expected, found })
+    };
+    // Opening a pipe would wait for a writer.
+    if !metadata.is_file() {
+        return fault("kind of file", "a regular file".to_owned(), "something else".to_owned());
+    }
+    let bytes = metadata.len();
     if bytes > MAX_SMALL_FILE_BYTES {
-        return Err(CheckpointError::Config {
-            file: path.display().to_string(),
-            field: "length".to_owned(),
-            expected: format!("at most {MAX_SMALL_FILE_BYTES} bytes"),
-            found: format!("{bytes} bytes"),
-        });
+        return fault("length", format!("at most {MAX_SMALL_FILE_BYTES} bytes"), format!("{bytes} bytes"));
     }
     std::fs::read(path).map_err(io_error("read", path))
 }

@@ -198,7 +198,11 @@ fn examine(
     config.count_tokenizer(dir);
     tuning(machine, &checkpoint, &mut config, report);
     let context = checkpoint.arch.max_context.min(DEFAULT_CONTEXT);
-    let engine = config.engine(context);
+    let mut engine = config.engine(context);
+    // As an engine takes them: some ways of reading are one with a device.
+    if let Ok(settled) = millstream_io::settle(engine.io, engine.device) {
+        (engine.io, engine.device) = settled;
+    }
     host::pages(machine, report);
     let budget = host::memory(machine, &checkpoint, &config, (context, greeting), report);
     host::locked(machine, budget.as_ref(), report);
