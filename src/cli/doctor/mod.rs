@@ -135,6 +135,10 @@ impl Report {
 /// Checks everything `run` needs, in the order in which it needs it.
 pub fn doctor(args: &DoctorArgs, machine: &Machine) -> Result<Done, Failure> {
     let mut report = Report::new(args.json);
+    // What passes here is to run afterwards.
+    let mut machine = machine.clone();
+    machine.memory = machine.memory.at_least(machine.cores);
+    let machine = &machine;
     let done = match settle(args, machine, &mut report) {
         Ok((dir, config)) => examine(args, machine, &dir, &config, &mut report)?,
         Err(done) => done,
