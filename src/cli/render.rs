@@ -301,8 +301,10 @@ fn expert_lines(text: &mut String, experts: &ExpertStats) {
 /// What the rate of the answer is of, where that is not its tokens: the first of them came of the prompt.
 pub fn over_steps(stats: &Stats) -> Option<String> {
     let steps = stats.decode_steps;
+    // A step that checked drafts found several.
+    let each = if stats.draft.is_some() { "token" } else { "step" };
     (steps != stats.tokens && stats.decode_tok_s.is_some())
-        .then(|| format!("over {}", size::counted(steps as u64, "step")))
+        .then(|| format!("over {}", size::counted(steps as u64, each)))
 }
 
 /// How the answer ended.

@@ -93,7 +93,7 @@ impl TemplateError {
                  text with --raw"
             }
             TemplateError::Invalid { .. } | TemplateError::Syntax { .. } => {
-                "copy chat_template.jinja from the model's repository again, or continue plain text with --raw"
+                "copy that file from the model's repository again, or continue plain text with --raw"
             }
             TemplateError::Render(_) => {
                 "the model's template decides what conversations look like; --raw goes without it"

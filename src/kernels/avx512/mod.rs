@@ -18,6 +18,7 @@ mod single;
 
 use std::arch::x86_64::*;
 
+use super::panel::PACKED_FROM;
 use super::quantized::QuantRowMut;
 use super::{EncodeError, Format, Isa, Kernels, TileKernel, encode, lanes};
 
@@ -62,7 +63,8 @@ const BASE: Kernels = Kernels {
 };
 
 /// What takes whole batches.
-pub(super) const TILES: TileKernel = TileKernel { takes: broadcast::takes, few: 12, product: broadcast::product };
+pub(super) const TILES: TileKernel =
+    TileKernel { takes: broadcast::takes, few: PACKED_FROM - 1, product: broadcast::product };
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 fn dot(a: &[f32], b: &[f32]) -> f32 {
