@@ -12,6 +12,10 @@ use super::{Kernels, MAX_BATCH, MAX_INTEGER_BATCH};
 /// Most weight rows of one task; also the height of the tile on its stack.
 const MAX_TASK_ROWS: usize = 64;
 
+/// The same where there is one activation row, whose outputs take no more room: what a task costs once is much where weight
+/// rows are short.
+const MAX_ALONE_ROWS: usize = MAX_TASK_ROWS * MAX_BATCH;
+
 /// A task reads about this many weight bytes: far more than claiming it costs, and little enough to stay in a core's
 /// second-level cache while the rows of a batch pass over it.
 const TASK_BYTES: usize = 128 << 10;
@@ -62,15 +66,17 @@ pub fn matmul(k: &Kernels, team: &Team, w: &WeightRef, input: &Input, out: &mut 
         return by_tiles(k, team, w, q, &panel, &target);
     }
     let panels = quantized.is_some() && input.rows > 1 && k.integer_batch > MAX_BATCH;
-    let step = task_rows(w, team.threads(), if panels { PANEL_STEP } else { ROW_STEP });
+    let most = if input.rows == 1 { MAX_ALONE_ROWS } else { MAX_TASK_ROWS };
+    let step = task_rows(w, team.threads(), if panels { PANEL_STEP } else { ROW_STEP }, most);
     let tasks = w.rows().div_ceil(step);
     team.run(tasks, &|turn| {
         let task = striped(turn, tasks, team.threads());
         let rows = task * step..w.rows().min((task + 1) * step);
         match quantized {
-            // What a task keeps on its stack is cleared before each: little, for few rows.
-            Some(q) if input.rows <= MAX_BATCH => integer_task::<MAX_BATCH>(k, w, q, 0, rows, &target),
-            Some(q) => integer_task::<MAX_INTEGER_BATCH>(k, w, q, 0, rows, &target),
+            // What a task keeps on its stack is made before each: little, for few rows.
+            Some(q) if input.rows == 1 => integer_task::<1, MAX_ALONE_ROWS>(k, w, q, 0, rows, &target),
+            Some(q) if input.rows <= MAX_BATCH => integer_task::<MAX_BATCH, MAX_TASK_ROWS>(k, w, q, 0, rows, &target),
+            Some(q) => integer_task::<MAX_INTEGER_BATCH, MAX_TASK_ROWS>(k, w, q, 0, rows, &target),
             None => exact_task(k, w, input, rows, &target),
         }
     });
@@ -88,13 +94,13 @@ fn by_tiles(k: &Kernels, team: &Team, w: &WeightRef, all: &Quantized, x: &Panel,
         let packed = x.scales.len();
         for start in rows.clone().step_by(MAX_TASK_ROWS).filter(|_| packed < all.rows()) {
             let rows = start..rows.end.min(start + MAX_TASK_ROWS);
-            integer_task::<MAX_INTEGER_BATCH>(k, w, all, packed, rows, out);
+            integer_task::<MAX_INTEGER_BATCH, MAX_TASK_ROWS>(k, w, all, packed, rows, out);
         }
     });
 }
 
-/// Activation rows from `start` on.
-fn integer_task<const BATCH: usize>(
+/// Activation rows from `start` on, `BATCH` of them at a time at most, with up to `ROWS` weight rows.
+fn integer_task<const BATCH: usize, const ROWS: usize>(
     k: &Kernels,
     w: &WeightRef,
     x: &Quantized,
@@ -102,7 +108,7 @@ fn integer_task<const BATCH: usize>(
     rows: Range<usize>,
     out: &Outputs,
 ) {
-    let mut tile = [[0.0f32; MAX_TASK_ROWS]; BATCH];
+    let mut tile = [[0.0f32; ROWS]; BATCH];
     let step = BATCH.min(k.integer_batch);
     for first in (start..x.rows()).step_by(step) {
         let batch = step.min(x.rows() - first);
@@ -131,11 +137,11 @@ fn striped(turn: usize, tasks: usize, stripes: usize) -> usize {
     stripe * (tasks / stripes) + stripe.min(tasks % stripes) + place
 }
 
-/// Rows of a task: by bytes, but no fewer tasks than would keep the team busy.
-fn task_rows(w: &WeightRef, threads: usize, multiple: usize) -> usize {
+/// Rows of a task: by bytes, but no fewer tasks than would keep the team busy, and `most` of them at most.
+fn task_rows(w: &WeightRef, threads: usize, multiple: usize, most: usize) -> usize {
     let by_bytes = TASK_BYTES / w.format().row_bytes(w.cols()).max(1);
     let by_threads = w.rows().div_ceil(4 * threads);
-    by_bytes.min(by_threads).next_multiple_of(multiple).clamp(multiple, MAX_TASK_ROWS)
+    by_bytes.min(by_threads).next_multiple_of(multiple).clamp(multiple, most)
 }
 
 /// The output matrix as tasks see it: each writes columns no other task writes.

@@ -38,7 +38,13 @@ impl Ahead {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
     pub fn step(&mut self, units: usize) {
-        let bytes = units * self.unit;
+        self.lines(units * self.unit);
+    }
+
+    /// The same for so many bytes, which takes no loop where their number is known.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+    pub fn lines(&mut self, bytes: usize) {
         for line in 0..bytes.div_ceil(64) {
             fetch(self.next.wrapping_add(64 * line));
         }

@@ -65,7 +65,7 @@ macro_rules! stamp_dots {
                     places[r] = (first + r).min(rows.end - 1);
                     decoders[r] = Some(decode(places[r]));
                 }
-                let mut sums = [[[_mm512_setzero_ps(); 2]; N]; W];
+                let mut lanes = [[[_mm512_setzero_ps(); 2]; N]; W];
                 for u in 0..units {
                     if W > 1 {
                         ahead.step(W);
@@ -74,10 +74,12 @@ macro_rules! stamp_dots {
                         let Some(decode) = &decoders[r] else { unreachable!() };
                         let weights = decode(u);
                         for i in 0..N {
-                            add_unit(&mut sums[r][i], weights, &x_units[i][u]);
+                            add_unit(&mut lanes[r][i], weights, &x_units[i][u]);
                         }
                     }
                 }
+                // A copy: what is lent to a function does not stay in registers.
+                let mut sums = lanes;
                 for r in 0..W {
                     if units * UNIT < cols {
                         add_tail(w, places[r], &x, &mut sums[r]);

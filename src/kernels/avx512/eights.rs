@@ -24,8 +24,9 @@ const GROUP: usize = 64;
 /// Columns of a span.
 const SPAN: usize = ROWS * GROUP;
 
-/// Bytes of a span.
+/// Bytes of a span, and of its scales.
 const SPAN_BYTES: usize = SPAN / 2;
+const SPAN_SCALES: usize = 4 * ROWS;
 
 /// An activation row, span by span.
 struct Spans<'a> {
@@ -57,47 +58,112 @@ impl<'a> Spans<'a> {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn tile<const N: usize>(w: &WeightRef, rows: Range<usize>, x: &[QuantRow; N], tile: &mut [f32]) {
     let x = x.each_ref().map(Spans::new);
-    let (count, row_bytes, row_groups) = (rows.len(), w.format().row_bytes(w.cols()), w.cols().div_ceil(GROUP));
+    let (count, row_bytes, row_scales) = (rows.len(), w.format().row_bytes(w.cols()), 4 * w.cols().div_ceil(GROUP));
     let mut ahead = [Ahead::new(w, rows.start, ROWS), Ahead::of_scales(w, rows.start, ROWS)];
     let weights = &w.data()[rows.start * row_bytes..rows.end * row_bytes];
-    let scales = &w.scales()[4 * rows.start * row_groups..4 * rows.end * row_groups];
-    let blocks = weights.chunks(ROWS * row_bytes).zip(scales.chunks(4 * ROWS * row_groups));
-    // Of rows that a last block lacks, it has what the one before left.
-    let mut products = [[[0.0; ROWS]; ROWS]; N];
+    let scales = &w.scales()[rows.start * row_scales..rows.end * row_scales];
+    let blocks = weights.chunks(ROWS * row_bytes).zip(scales.chunks(ROWS * row_scales));
+    let whole = w.cols() / SPAN;
     for (first, (weights, scales)) in (0..count).step_by(ROWS).zip(blocks) {
+        // Rows past the last one repeat it.
+        let mut block = [Row { weights: &[], scales: &[] }; ROWS];
+        for r in 0..ROWS {
+            let r_or_last = r.min(count - first - 1);
+            let weights = &weights[r_or_last * row_bytes..][..row_bytes];
+            block[r] = Row { weights, scales: &scales[r_or_last * row_scales..][..row_scales] };
+        }
         let mut totals = [_mm256_setzero_ps(); N];
-        for s in 0..w.cols().div_ceil(SPAN) {
-            let rows = weights.chunks_exact(row_bytes).zip(scales.chunks_exact(4 * row_groups));
-            for (r, (weights, scales)) in rows.enumerate() {
-                for ahead in &mut ahead {
-                    ahead.step(ROWS);
-                }
-                let weights = piece::<SPAN_BYTES>(weights, s);
-                let scales = _mm256_castsi256_ps(load_half(&piece(scales, s)));
-                for i in 0..N {
-                    let sums = sums(&weights, x[i].span(s));
-                    store_half_floats(&mut products[i][r], _mm256_mul_ps(_mm256_cvtepi32_ps(sums), scales));
-                }
+        for s in 0..whole {
+            let (mut pieces, mut x_spans) = ([(&[0; SPAN_BYTES], &[0; SPAN_SCALES]); ROWS], [x[0].span(s); N]);
+            for r in 0..ROWS {
+                pieces[r] = block[r].piece(s);
             }
-            for i in 0..N {
-                let mut rows = [_mm256_setzero_ps(); ROWS];
-                for r in 0..ROWS {
-                    rows[r] = load_half_floats(&products[i][r]);
-                }
-                for group in transpose(rows) {
-                    totals[i] = _mm256_add_ps(totals[i], group);
-                }
+            for i in 1..N {
+                x_spans[i] = x[i].span(s);
             }
+            add_span(&mut totals, pieces, x_spans, &mut ahead);
+        }
+        if whole * SPAN < w.cols() {
+            add_tail(&mut totals, &block, whole, &x, &mut ahead);
         }
         for i in 0..N {
-            let mut values = [0.0; ROWS];
-            store_half_floats(&mut values, _mm256_mul_ps(totals[i], _mm256_set1_ps(x[i].scale)));
+            let values = _mm256_mul_ps(totals[i], _mm256_set1_ps(x[i].scale));
             let out = &mut tile[i * count..][..count][first..];
-            for (out, value) in out.iter_mut().zip(values) {
-                *out = value;
+            if let Some(out) = out.first_chunk_mut() {
+                store_half_floats(out, values);
+            } else {
+                let mut some = [0.0; ROWS];
+                store_half_floats(&mut some, values);
+                out.copy_from_slice(&some[..out.len()]);
             }
         }
     }
+}
+
+/// A weight row.
+#[derive(Clone, Copy)]
+struct Row<'a> {
+    weights: &'a [u8],
+    scales: &'a [u8],
+}
+
+/// The weights and scales of a span.
+type Piece<'a> = (&'a [u8; SPAN_BYTES], &'a [u8; SPAN_SCALES]);
+
+impl<'a> Row<'a> {
+    /// Those of a whole span.
+    #[inline(always)]
+    fn piece(self, s: usize) -> Piece<'a> {
+        (&self.weights.as_chunks().0[s], &self.scales.as_chunks().0[s])
+    }
+}
+
+/// Adds the groups of a span, in the order of columns, to a total for each row.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn add_span<const N: usize>(
+    totals: &mut [__m256; N],
+    rows: [Piece; ROWS],
+    x: [(&[i8; SPAN], &[i32; ROWS]); N],
+    ahead: &mut [Ahead; 2],
+) {
+    let mut products = [[[0.0; ROWS]; ROWS]; N];
+    for (r, (weights, scales)) in rows.into_iter().enumerate() {
+        ahead[0].lines(SPAN_BYTES);
+        ahead[1].lines(SPAN_SCALES);
+        let scales = _mm256_castsi256_ps(load_half(scales));
+        for i in 0..N {
+            let product = _mm256_mul_ps(_mm256_cvtepi32_ps(sums(weights, x[i])), scales);
+            store_half_floats(&mut products[i][r], product);
+        }
+    }
+    for i in 0..N {
+        let mut rows = [_mm256_setzero_ps(); ROWS];
+        for r in 0..ROWS {
+            rows[r] = load_half_floats(&products[i][r]);
+        }
+        for group in transpose(rows) {
+            totals[i] = _mm256_add_ps(totals[i], group);
+        }
+    }
+}
+
+/// The same for what is behind the whole spans, followed by zeros: they meet activations that are zero too, and a sum that
+/// is zero times a scale that is zero changes no total.
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn add_tail<const N: usize>(
+    totals: &mut [__m256; N],
+    rows: &[Row; ROWS],
+    whole: usize,
+    x: &[Spans; N],
+    ahead: &mut [Ahead; 2],
+) {
+    let padded: [([u8; SPAN_BYTES], [u8; SPAN_SCALES]); ROWS] = rows.map(|row| {
+        (zero_padded(&row.weights[whole * SPAN_BYTES..]), zero_padded(&row.scales[whole * SPAN_SCALES..]))
+    });
+    let pieces = padded.each_ref().map(|(weights, scales)| (weights, scales));
+    add_span(totals, pieces, x.each_ref().map(|x| x.span(whole)), ahead);
 }
 
 /// The sums of a span's groups.
@@ -108,14 +174,6 @@ fn sums(weights: &[u8; SPAN_BYTES], (x, offsets): (&[i8; SPAN], &[i32; ROWS])) -
     let none = _mm512_setzero_si512();
     let sums = sums_of_64(sums_of_32(|k| dot_of_128(&weights[k], &x[k], none)));
     _mm256_add_epi32(sums, load_half_ints(offsets))
-}
-
-/// Piece `s` of a row, followed by zeros where the row ends: they meet activations that are zero too, and a sum that is zero
-/// times a scale that is zero changes no total.
-#[inline(always)]
-fn piece<const B: usize>(row: &[u8], s: usize) -> [u8; B] {
-    let rest = &row[row.len().min(s * B)..];
-    rest.first_chunk().copied().unwrap_or_else(|| zero_padded(rest))
 }
 
 /// Element `c` of register `r` becomes element `r` of register `c`.

@@ -176,6 +176,24 @@ pub(super) fn reduce(lanes: [__m512; 2]) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(sums, _mm_shuffle_ps::<1>(sums, sums)))
 }
 
+/// The same of four rows at once.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+pub(super) fn reduce_four(rows: [[__m512; 2]; 4]) -> [f32; 4] {
+    let mut sums = [_mm512_setzero_ps(); 4];
+    for r in 0..4 {
+        sums[r] = _mm512_add_ps(rows[r][0], rows[r][1]);
+    }
+    // Each step brings the upper halves of the lanes of two registers beside the lower ones and adds them.
+    let eight = |a, b| _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
+    let [a, b] = [eight(sums[0], sums[1]), eight(sums[2], sums[3])];
+    let four = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+    let two = _mm512_add_ps(four, _mm512_shuffle_ps::<0xee>(four, four));
+    let mut one = [0.0; 16];
+    store_floats(&mut one, _mm512_add_ps(two, _mm512_movehdup_ps(two)));
+    [one[0], one[4], one[8], one[12]]
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn add_scaled_rows(w: &WeightRef, rows: Range<usize>, coef: &[f32], out: &mut [f32]) {
     let (units, tail) = out.as_chunks_mut::<UNIT>();
@@ -340,7 +358,7 @@ fn unit_scales(scales: &[[u8; 4]], group: u32, start: u32) -> [__m512; 4] {
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-fn load_unit(from: &[f32; UNIT]) -> [__m512; 4] {
+pub(super) fn load_unit(from: &[f32; UNIT]) -> [__m512; 4] {
     let (quarters, _) = from.as_chunks::<16>();
     std::array::from_fn(|q| load_floats(&quarters[q]))
 }

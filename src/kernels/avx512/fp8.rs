@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::ahead::Ahead;
 use super::dots::{BLOCK_UNITS, Packed, UNIT, WIDE, stamp_dots};
-use super::exact::{self, add_tail, add_unit, reduce};
+use super::exact::{self, add_tail, add_unit, load_unit, reduce, reduce_four};
 use super::load_bytes;
 use crate::kernels::format::{FP8_BLOCK, Format, WeightRef};
 
@@ -19,6 +19,9 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[f32], tile: &mut [f32
     }
     let tables = Tables::load();
     let tables = &tables;
+    if tile.len() == rows.len() {
+        return alone(w, rows, x, tile, tables);
+    }
     let decode = |row: usize| {
         let units = w.row(row).as_chunks::<UNIT>().0;
         let blocks = w.cols().div_ceil(FP8_BLOCK);
@@ -26,6 +29,78 @@ pub(super) fn tile(w: &WeightRef, rows: Range<usize>, x: &[f32], tile: &mut [f32
         move |u: usize| tables.decode(&units[u], f32::from_le_bytes(scales[u * UNIT / FP8_BLOCK]))
     };
     dots(w, rows, x, tile, decode);
+}
+
+/// Weight rows that meet one activation row together.
+const ALONE: usize = 4;
+
+/// Rows that are looked up before the first of them is multiplied.
+const AHEAD: usize = 2;
+
+/// One activation row. What is done to a row waits for what was done to it before, so that four rows take turns at every step:
+/// in the order of [`stamp_dots`] more instructions wait than the processor finds room for.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+fn alone(w: &WeightRef, rows: Range<usize>, x: &[f32], out: &mut [f32], tables: &Tables) {
+    let units = w.cols() / UNIT;
+    let x_units = &x.as_chunks::<UNIT>().0[..units];
+    let blocks = w.cols().div_ceil(FP8_BLOCK);
+    let mut ahead = Ahead::new(w, rows.start, ALONE);
+    for (first, out) in rows.clone().step_by(ALONE).zip(out.chunks_mut(ALONE)) {
+        // Rows past the last one repeat it.
+        let mut places = [rows.end - 1; ALONE];
+        let (mut weights, mut scales): ([&[[u8; UNIT]]; ALONE], [&[[u8; 4]]; ALONE]) = ([&[]; ALONE], [&[]; ALONE]);
+        for r in 0..ALONE {
+            places[r] = (first + r).min(rows.end - 1);
+            weights[r] = &w.row(places[r]).as_chunks().0[..units];
+            scales[r] = &w.scales().as_chunks().0[places[r] / FP8_BLOCK * blocks..][..blocks];
+        }
+        let mut lanes = [[_mm512_setzero_ps(); 2]; ALONE];
+        for (u, x) in x_units.iter().enumerate() {
+            ahead.lines(ALONE * UNIT);
+            add_units(&mut lanes, weights.map(|row| &row[u]), scales.map(|row| row[u * UNIT / FP8_BLOCK]), x, tables);
+        }
+        // A copy: what is lent to a function does not stay in registers.
+        let mut sums = lanes;
+        if units * UNIT < w.cols() {
+            for r in 0..ALONE {
+                let mut sum = [sums[r]];
+                add_tail(w, places[r], &[x], &mut sum);
+                sums[r] = sum[0];
+            }
+        }
+        for (out, sum) in out.iter_mut().zip(reduce_four(sums)) {
+            *out = sum;
+        }
+    }
+}
+
+/// As [`add_unit`] for a unit of each row.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+fn add_units(
+    lanes: &mut [[__m512; 2]; ALONE],
+    units: [&[u8; UNIT]; ALONE],
+    scales: [[u8; 4]; ALONE],
+    x: &[f32; UNIT],
+    tables: &Tables,
+) {
+    let x = load_unit(x);
+    let mut words = [[_mm512_setzero_si512(); 2]; ALONE];
+    for r in 0..ALONE + AHEAD {
+        if r < ALONE {
+            words[r] = tables.words(_mm512_permutexvar_epi8(tables.order, load_bytes(units[r])));
+        }
+        if r >= AHEAD {
+            let r = r - AHEAD;
+            let scale = _mm512_set1_ps(f32::from_le_bytes(scales[r]));
+            for half in 0..2 {
+                let [even, odd] = floats(words[r][half]);
+                lanes[r][0] = _mm512_fmadd_ps(_mm512_mul_ps(even, scale), x[2 * half], lanes[r][0]);
+                lanes[r][1] = _mm512_fmadd_ps(_mm512_mul_ps(odd, scale), x[2 * half + 1], lanes[r][1]);
+            }
+        }
+    }
 }
 
 stamp_dots!("avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi");
@@ -51,22 +126,30 @@ impl Tables {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
     fn decode(&self, from: &[u8; UNIT], scale: f32) -> [__m512; 4] {
-        let bytes = _mm512_permutexvar_epi8(self.order, load_bytes(from));
+        let [low, high] = self.words(_mm512_permutexvar_epi8(self.order, load_bytes(from)));
+        let ([a, b], [c, d]) = (floats(low), floats(high));
+        let scale = _mm512_set1_ps(scale);
+        [_mm512_mul_ps(a, scale), _mm512_mul_ps(b, scale), _mm512_mul_ps(c, scale), _mm512_mul_ps(d, scale)]
+    }
+
+    /// The bf16 numbers of bytes in [`ORDER`]: those of the first two quarters side by side, and of the others.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+    fn words(&self, bytes: __m512i) -> [__m512i; 2] {
         // The lookup takes seven bits and leaves out the sign, which then replaces the top bit, where the tables have 0.
         let upper = _mm512_permutex2var_epi8(self.upper[0], bytes, self.upper[1]);
         let upper = _mm512_ternarylogic_epi64::<OR_OF_AND>(upper, bytes, _mm512_set1_epi8(-128));
         let lower = _mm512_permutex2var_epi8(self.lower[0], bytes, self.lower[1]);
-        let (low, high) = (_mm512_unpacklo_epi8(lower, upper), _mm512_unpackhi_epi8(lower, upper));
-        let second = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-        let scale = _mm512_set1_ps(scale);
-        [
-            _mm512_slli_epi32::<16>(low),
-            _mm512_and_si512(low, second),
-            _mm512_slli_epi32::<16>(high),
-            _mm512_and_si512(high, second),
-        ]
-        .map(|bits| _mm512_mul_ps(_mm512_castsi512_ps(bits), scale))
+        [_mm512_unpacklo_epi8(lower, upper), _mm512_unpackhi_epi8(lower, upper)]
     }
+}
+
+/// What stands in the lower halves of words, and in the upper ones.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+fn floats(words: __m512i) -> [__m512; 2] {
+    let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+    [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)), _mm512_castsi512_ps(_mm512_and_si512(words, upper))]
 }
 
 /// `a | b & c`, as the instruction for any function of three bits wants it.

@@ -7,7 +7,8 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{load_half, load_half_ints, load_signed_half, store_half_floats, store_half_ints};
+use super::{load_bytes, load_half, load_half_ints, load_ints, load_signed, load_signed_half};
+use super::{store_floats, store_half_floats, store_half_ints, store_ints};
 use crate::kernels::format::WeightRef;
 use crate::kernels::groups::zero_padded;
 use crate::kernels::quantized::QuantRow;
@@ -15,14 +16,32 @@ use crate::kernels::quantized::QuantRow;
 /// Weight rows whose sums are brought to an end together.
 const ROWS: usize = 8;
 
+/// Columns of the rows that are so short that activations stay in registers: those of the latents that several model families
+/// have in place of keys and values.
+const SHORT: usize = 512;
+
+/// Short weight rows whose sums are brought to an end together.
+const SHORT_ROWS: usize = 16;
+
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn int8(w: &WeightRef, rows: Range<usize>, x: &QuantRow, out: &mut [f32]) {
+    if w.cols() == SHORT {
+        let flip = _mm512_set1_epi8(-128);
+        return short::<8, 1, _, _>(w, rows, x, x.natural, 128, out, |b| [_mm512_xor_si512(b, flip)], |[sum]| sum);
+    }
     let flip = _mm256_set1_epi8(-128);
     row_scaled::<1, _>(w, rows, x, x.natural, 128, out, |bytes| [_mm256_xor_si256(bytes, flip)]);
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 pub(super) fn int4(w: &WeightRef, rows: Range<usize>, x: &QuantRow, out: &mut [f32]) {
+    if w.cols() == SHORT {
+        let (low, high) = (_mm512_set1_epi8(15), _mm512_set1_epi8(-16));
+        // Upper nibbles where they stand are 16 times what they mean, and so is the sum of their products.
+        let split = |bytes| [_mm512_and_si512(bytes, low), _mm512_and_si512(bytes, high)];
+        let join = |[low, high]: [_; 2]| _mm512_add_epi32(low, _mm512_srai_epi32::<4>(high));
+        return short::<4, 2, _, _>(w, rows, x, x.halves, 8, out, split, join);
+    }
     let mask = _mm256_set1_epi8(15);
     row_scaled::<2, _>(w, rows, x, x.halves, 8, out, |bytes| {
         [_mm256_and_si256(bytes, mask), _mm256_and_si256(_mm256_srli_epi16::<4>(bytes), mask)]
@@ -67,6 +86,79 @@ fn row_scaled<const P: usize, U>(
             *out = value;
         }
     }
+}
+
+/// As [`row_scaled`] for rows of [`SHORT`] columns, which are `C` times 64 bytes: `split` makes `P` vectors of fields of these,
+/// and `join` a sum of the `P` they lead to.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn short<const C: usize, const P: usize, S, J>(
+    w: &WeightRef,
+    rows: Range<usize>,
+    x: &QuantRow,
+    order: &[i8],
+    offset: i32,
+    out: &mut [f32],
+    split: S,
+    join: J,
+) where
+    S: Fn(__m512i) -> [__m512i; P],
+    J: Fn([__m512i; P]) -> __m512i,
+{
+    let order = order.as_chunks::<64>().0.as_chunks::<P>().0;
+    let mut fours = [[_mm512_setzero_si512(); P]; C];
+    for (fours, order) in fours.iter_mut().zip(order) {
+        for p in 0..P {
+            fours[p] = load_signed(&order[p]);
+        }
+    }
+    let too_much = _mm512_set1_epi32(offset.wrapping_mul(x.sum));
+    let weights = w.data().as_chunks::<64>().0.as_chunks::<C>().0;
+    let weights = &weights[rows.start..rows.end];
+    let scales = &w.scales()[4 * rows.start..4 * rows.end];
+    // Of rows that a last block lacks, it has what the one before left.
+    let mut sums = [[0; 16]; SHORT_ROWS];
+    for ((weights, scales), out) in
+        weights.chunks(SHORT_ROWS).zip(scales.chunks(4 * SHORT_ROWS)).zip(out.chunks_mut(SHORT_ROWS))
+    {
+        for (weights, sums) in weights.iter().zip(&mut sums) {
+            let mut parts = [_mm512_setzero_si512(); P];
+            for c in 0..C {
+                let fields = split(load_bytes(&weights[c]));
+                for p in 0..P {
+                    parts[p] = _mm512_dpbusd_epi32(parts[p], fields[p], fours[c][p]);
+                }
+            }
+            store_ints(sums, join(parts));
+        }
+        let dots = _mm512_cvtepi32_ps(_mm512_sub_epi32(short_totals(&sums), too_much));
+        let scales = scales.first_chunk().copied().unwrap_or_else(|| zero_padded(scales));
+        let scaled = _mm512_mul_ps(dots, _mm512_castsi512_ps(load_bytes(&scales)));
+        let mut values = [0.0; SHORT_ROWS];
+        store_floats(&mut values, _mm512_mul_ps(scaled, _mm512_set1_ps(x.scale)));
+        for (out, value) in out.iter_mut().zip(values) {
+            *out = value;
+        }
+    }
+}
+
+/// The sum of each row.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+fn short_totals(rows: &[[i32; 16]; SHORT_ROWS]) -> __m512i {
+    let mut pairs = [_mm512_setzero_si512(); 8];
+    for k in 0..8 {
+        let (a, b) = (load_ints(&rows[2 * k]), load_ints(&rows[2 * k + 1]));
+        pairs[k] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    }
+    // Four rows side by side in each quarter.
+    let mut fours = [_mm512_setzero_si512(); 4];
+    for k in 0..4 {
+        let (a, b) = (pairs[2 * k], pairs[2 * k + 1]);
+        fours[k] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    }
+    let halves = |a, b| _mm512_add_epi32(_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
+    halves(halves(fours[0], fours[1]), halves(fours[2], fours[3]))
 }
 
 /// Eight sums that together are the dot product of a row.
