@@ -159,9 +159,8 @@ fn add_tail<const N: usize>(
     x: &[Spans; N],
     ahead: &mut [Ahead; 2],
 ) {
-    let padded: [([u8; SPAN_BYTES], [u8; SPAN_SCALES]); ROWS] = rows.map(|row| {
-        (zero_padded(&row.weights[whole * SPAN_BYTES..]), zero_padded(&row.scales[whole * SPAN_SCALES..]))
-    });
+    let padded: [([u8; SPAN_BYTES], [u8; SPAN_SCALES]); ROWS] = rows
+        .map(|row| (zero_padded(&row.weights[whole * SPAN_BYTES..]), zero_padded(&row.scales[whole * SPAN_SCALES..])));
     let pieces = padded.each_ref().map(|(weights, scales)| (weights, scales));
     add_span(totals, pieces, x.each_ref().map(|x| x.span(whole)), ahead);
 }

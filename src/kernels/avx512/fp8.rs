@@ -37,8 +37,8 @@ const ALONE: usize = 4;
 /// Rows that are looked up before the first of them is multiplied.
 const AHEAD: usize = 2;
 
-/// One activation row. What is done to a row waits for what was done to it before, so that four rows take turns at every step:
-/// in the order of [`stamp_dots`] more instructions wait than the processor finds room for.
+/// One activation row. What is done to a row waits for what was done to it before, and in the order of rows more instructions
+/// wait than the processor has room for; so a row is looked up while an earlier one is multiplied.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
 fn alone(w: &WeightRef, rows: Range<usize>, x: &[f32], out: &mut [f32], tables: &Tables) {
