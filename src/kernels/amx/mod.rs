@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::format::{Format, WeightRef};
-use super::panel::{Bytes, Panel, Put, TILE_COLS};
+use super::panel::{Bytes, Panel, Put, TILE_COLS, TILE_ROWS};
 use super::{Isa, Kernels, TileKernel, avx512};
 use missing::{Missing, Words};
 use product::{product, takes};
@@ -142,6 +142,22 @@ impl Registers {
     }
 }
 
+impl Registers {
+    /// What is as large as a register, whatever its numbers.
+    #[inline(always)]
+    fn load<const T: usize, Rows>(&mut self, from: &Rows) {
+        const { assert!(size_of::<Rows>() == TILE_ROWS * TILE_COLS) }
+        // SAFETY: as in `zero`; the reference covers the 16 rows of 64 bytes that are read.
+        unsafe {
+            on_tiles!(
+                "tileloadd tmm{t}, [{from} + {row}]",
+                [t = const T, from = in(reg) from, row = in(reg) TILE_COLS,],
+                readonly
+            );
+        }
+    }
+}
+
 impl Drop for Registers {
     fn drop(&mut self) {
         // SAFETY: that there is such a value proves that the instruction may be executed; it touches tile registers only.
@@ -158,26 +174,12 @@ impl Tiles for Registers {
 
     #[inline(always)]
     fn load_bytes<const T: usize>(&mut self, from: &Bytes) {
-        // SAFETY: as in `zero`; the reference covers the 16 rows of 64 bytes that are read.
-        unsafe {
-            on_tiles!(
-                "tileloadd tmm{t}, [{from} + {row}]",
-                [t = const T, from = in(reg) from, row = in(reg) TILE_COLS,],
-                readonly
-            );
-        }
+        self.load::<T, _>(from);
     }
 
     #[inline(always)]
     fn load_sums<const T: usize>(&mut self, from: &Sums) {
-        // SAFETY: as in `zero`; the reference covers the 16 rows of 64 bytes that are read.
-        unsafe {
-            on_tiles!(
-                "tileloadd tmm{t}, [{from} + {row}]",
-                [t = const T, from = in(reg) from, row = in(reg) TILE_COLS,],
-                readonly
-            );
-        }
+        self.load::<T, _>(from);
     }
 
     #[inline(always)]
