@@ -4,7 +4,8 @@
 mod common;
 
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Barrier};
 
 use common::{Kind, Model, check_bytes, demand, kinds, lookahead, open, plan_of, span};
 use millstream_io::{
@@ -162,6 +163,41 @@ fn requests_that_cannot_be_right_never_reach_the_kernel() {
         assert_eq!(device.stats().bytes, 0);
         device.submit(demand(1, &plan), pool.take().unwrap()).unwrap();
         assert!(device.reap(Wait::Block).unwrap().unwrap().result.is_ok());
+    });
+}
+
+/// As kernels that compute do, more threads than there are cores never wait for anything, and stop only once every byte has been
+/// read: a device whose threads wait for an idle core never ends this.
+#[test]
+fn every_read_is_done_while_all_cores_compute() {
+    let model = Model::new(&[4 * MIB]);
+    for_every_device(|kind, mode| {
+        let files = model.open(mode);
+        let pool = SlabPool::new(MIB as usize, 4).unwrap();
+        let mut device = open(kind, &DeviceConfig::default(), &files, &pool);
+        let computing = 2 * std::thread::available_parallelism().map_or(1, usize::from);
+        let (begin, reads, read) = (Barrier::new(computing + 1), 32, AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..computing {
+                scope.spawn(|| {
+                    begin.wait();
+                    while read.load(Relaxed) < reads {
+                        std::hint::spin_loop();
+                    }
+                });
+            }
+            begin.wait();
+            for tag in 0..reads as u64 {
+                let spans = [span(0, tag * 4099, MIB / 2)];
+                let plan = plan_of(&files, &spans);
+                device.submit(demand(tag, &plan), pool.take().unwrap()).unwrap();
+                let done = device.reap(Wait::Block).unwrap().unwrap();
+                assert_eq!((done.tag, &done.result), (tag, &Ok(())));
+                check_bytes(&plan, &spans, done.slab.bytes(), "beside threads that compute");
+                read.fetch_add(1, Relaxed);
+            }
+        });
+        assert_eq!((read.into_inner(), device.in_flight()), (reads, 0));
     });
 }
 

@@ -449,6 +449,24 @@ mod tests {
     }
 
     #[test]
+    fn workers_with_nothing_to_do_leave_their_cores_to_others() {
+        // One that spun on for good would keep a thread that reads from running.
+        let team = Team::new(3);
+        team.run(10, &|_| {});
+        let begun = Instant::now();
+        while team.shared.rest.sleepers.load(SeqCst) < 2 {
+            assert!(begun.elapsed() < Duration::from_secs(60), "a worker never went to sleep");
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_team_of_more_threads_than_cores_does_not_spin() {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        assert_eq!(Team::new(cores + 1).shared.rest.spins, 0);
+    }
+
+    #[test]
     fn a_panic_reaches_the_caller_and_the_team_survives() {
         let team = Team::new(3);
         for bad in [0, 5, 49] {
