@@ -123,6 +123,8 @@ fn tables_have_a_row_a_rate() {
     let text = done(bench(&["-p", "8", "-n", "2", "-r", "1"]));
     let rows: Vec<&str> = stdout(&text).lines().filter(|line| line.starts_with("| tiny-glm-moe-dsa")).collect();
     assert!(rows.len() == 2 && rows[0].contains("| pp8 |") && rows[1].contains("| tg2 |"), "{rows:?}");
+    // The header of that model says BF16 of all matrices.
+    assert!(rows.iter().all(|row| row.contains(" experts bf16 / dense bf16 |")), "{rows:?}");
     let columns = |line: &str| line.matches('|').count();
     assert!(stdout(&text).lines().take(4).all(|line| columns(line) == columns(rows[0])));
     let text = done(bench(&["-p", "8", "-n", "2", "-r", "1", "-o", "csv"]));

@@ -107,6 +107,22 @@ impl Census {
         formats
     }
 
+    /// How wide weights are, of routed experts and of everything that each token passes through, the larger part of the bytes
+    /// first: `experts int4 / dense int8`. What holds less than a hundredth of its bytes, such as norms, goes without saying.
+    pub fn widths(&self) -> String {
+        let of = |name: &str, wanted: &dyn Fn(Part) -> bool| {
+            let all = self.sum(|(part, _)| wanted(part)).bytes;
+            let bytes = |format| self.sum(|(part, of)| wanted(part) && of == format).bytes;
+            let mut formats = self.formats();
+            formats.retain(|&format| bytes(format) > 0 && 100 * bytes(format) >= all);
+            formats.sort_by_key(|&format| std::cmp::Reverse(bytes(format)));
+            let formats: Vec<_> = formats.iter().map(Format::to_string).collect();
+            format!("{name} {}", formats.join("+"))
+        };
+        let dense = |part| !matches!(part, Part::Experts | Part::Mtp);
+        format!("{} / {}", of("experts", &|part| part == Part::Experts), of("dense", &dense))
+    }
+
     fn sum(&self, wanted: impl Fn((Part, Format)) -> bool) -> Tally {
         let wanted = self.kinds.iter().filter(|&(&kind, _)| wanted(kind));
         wanted.fold(Tally::default(), |sum, (_, &tally)| sum.and(tally))
@@ -196,4 +212,25 @@ fn read_first(checkpoint: &Checkpoint, span: FileSpan, bytes: usize) -> Result<V
     let shard = std::fs::File::open(path).map_err(io_error("open", path))?;
     shard.read_exact_at(&mut first, span.offset).map_err(io_error("read", path))?;
     Ok(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn widths_are_those_of_most_bytes_and_norms_go_without_saying() {
+        let kinds = [
+            (Part::Experts, Format::Int4Row, 900),
+            (Part::Experts, Format::Int3Group, 100),
+            (Part::Attention, Format::Bf16, 40),
+            (Part::Head, Format::Int8Row, 350),
+            (Part::Norms, Format::F32, 3),
+            (Part::Mtp, Format::F16, 5000),
+        ];
+        let tally = |bytes| Tally { tensors: 1, weights: 1, bytes };
+        let kinds = kinds.map(|(part, format, bytes)| ((part, format), tally(bytes))).into();
+        let census = Census { kinds, unused_bytes: 0, other_bytes: 0, bytes: 0, weights_per_token: 0 };
+        assert_eq!(census.widths(), "experts int4+int3-g64 / dense int8+bf16");
+    }
 }

@@ -104,6 +104,8 @@ struct Model {
     dir: PathBuf,
     arch: Arch,
     formats: Vec<String>,
+    /// Which of them are whose.
+    widths: String,
     /// Bytes of its shards.
     bytes: u64,
     parameters: u64,
@@ -116,6 +118,7 @@ impl Model {
             dir: checkpoint.dir.clone(),
             arch: checkpoint.arch.clone(),
             formats: checkpoint.formats().map(|format| format.to_string()).collect(),
+            widths: census.widths(),
             bytes: census.bytes,
             parameters: census.used().weights,
         })

@@ -211,6 +211,7 @@ fn object(report: &Report) -> Value {
             "layers": model.arch.layers.len(),
             "experts": model.arch.moe.experts,
             "formats": model.formats,
+            "widths": model.widths,
             "bytes": model.bytes,
             "parameters": model.parameters,
         },
@@ -280,10 +281,10 @@ fn backend(taken: &Taken) -> String {
     format!("CPU {}", kernels(taken))
 }
 
-/// The model's name, family and formats.
+/// The model's name, its family, and how wide its weights are.
 fn name(report: &Report) -> String {
     let model = &report.model;
-    format!("{} {} {}", report.config.model.name(), model.arch.family.name(), model.formats.join("+"))
+    format!("{} {} {}", report.config.model.name(), model.arch.family.name(), model.widths)
 }
 
 /// `743.90 B`, as llama-bench counts.
