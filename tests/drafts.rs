@@ -6,6 +6,7 @@ mod engines;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use engines::{Arithmetic, Model, Reader, Setup, config, has_ring, open};
@@ -24,6 +25,10 @@ const ENODEV: i32 = 19;
 
 fn ngram(most: usize) -> DraftRule {
     DraftRule { source: DraftSource::Ngram, most }
+}
+
+fn mtp(most: usize) -> DraftRule {
+    DraftRule { source: DraftSource::Mtp, most }
 }
 
 /// What an answer leaves behind.
@@ -102,8 +107,10 @@ fn answers_are_the_same_whatever_the_pool_the_threads_and_the_reads() {
             let mut plain = open(&arithmetic, &Setup::RESIDENT).unwrap();
             let jobs = [job(&prompt, 30, Sampling::greedy()), job(&prompt, 30, sampled(5))];
             let expected = jobs.each_ref().map(|job| left(&mut plain, job, ALL));
-            for (setup, most) in setups.iter().zip([8, 3, 1, 5, 2, 8]) {
-                let setup = Setup { drafts: ngram(most), ..*setup };
+            // The model of the other family has no MTP layer, and answers without.
+            let rules = [ngram(8), mtp(3), mtp(8), ngram(1), mtp(1), ngram(5)];
+            for (setup, drafts) in setups.iter().zip(rules) {
+                let setup = Setup { drafts, ..*setup };
                 let mut drafting = open(&arithmetic, &setup).unwrap();
                 for (job, expected) in jobs.iter().zip(&expected) {
                     assert_eq!(&left(&mut drafting, job, ALL), expected, "{arithmetic:?} {setup:?}");
@@ -117,13 +124,15 @@ fn answers_are_the_same_whatever_the_pool_the_threads_and_the_reads() {
 fn drafts_are_made_and_some_of_them_are_right() {
     // Guards the test above: what drafts nothing, or nothing that is right or wrong, would make it empty.
     let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
-    let mut engine = open(&arithmetic, &Setup { drafts: ngram(8), ..Setup::RESIDENT }).unwrap();
     let prompt = Model::TalesInt4.repetitive();
-    engine
-        .generate(&job(&prompt, 30, sampled(5)), &AtomicBool::new(false), &mut |_| ControlFlow::Continue(()))
-        .unwrap();
-    let draft = engine.stats().draft.unwrap();
-    assert!(draft.drafted > draft.accepted && draft.accepted > 0, "{draft:?}");
+    for drafts in [ngram(8), mtp(8)] {
+        let mut engine = open(&arithmetic, &Setup { drafts, ..Setup::RESIDENT }).unwrap();
+        engine
+            .generate(&job(&prompt, 30, sampled(5)), &AtomicBool::new(false), &mut |_| ControlFlow::Continue(()))
+            .unwrap();
+        let draft = engine.stats().draft.unwrap();
+        assert!(draft.drafted > draft.accepted && draft.accepted > 0, "{draft:?}");
+    }
     let mut plain = open(&arithmetic, &Setup::RESIDENT).unwrap();
     engines::greedy(&mut plain, &prompt, 3).unwrap();
     assert_eq!(plain.stats().draft, None);
@@ -137,12 +146,16 @@ fn compare_prompts(count: usize) {
     let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
     let setup = Setup { slabs: 60, rows: 64, ..Setup::RESIDENT };
     let mut plain = open(&arithmetic, &setup).unwrap();
-    let mut drafting = open(&arithmetic, &Setup { drafts: ngram(6), ..setup }).unwrap();
+    let rules = [ngram(6), mtp(2)];
+    let mut drafting = rules.map(|drafts| open(&arithmetic, &Setup { drafts, ..setup }).unwrap());
     for (number, start) in (0..ids.len() - 64).step_by((ids.len() - 64) / count).take(count).enumerate() {
         let prompt = &ids[start..start + 4 + number % 60];
         for sampling in [Sampling::greedy(), sampled(number as u64)] {
             let job = Job { stop_ids: vec![4084, 4091, 4093], ..job(prompt, 32, sampling) };
-            assert_eq!(left(&mut drafting, &job, ALL), left(&mut plain, &job, ALL), "prompt {number}, {sampling:?}");
+            let expected = left(&mut plain, &job, ALL);
+            for (engine, rule) in drafting.iter_mut().zip(rules) {
+                assert_eq!(left(engine, &job, ALL), expected, "prompt {number}, {sampling:?}, {rule:?}");
+            }
         }
     }
 }
@@ -254,6 +267,68 @@ fn what_only_a_draft_asks_for_and_cannot_be_had_ends_no_answer() {
         let mut engine = with(&SimConfig { script: vec![(read, SimFault::Errno(ENODEV))], ..SimConfig::calm(1) });
         assert_eq!(engines::greedy(&mut engine, &prompt, 6).unwrap(), loop_of.repeat(2)[..6], "read {read}");
     }
+}
+
+#[test]
+fn a_first_draft_is_what_the_mtp_layer_says_of_the_whole_text() {
+    for (model, rows) in [(Model::Tiny, 7), (Model::TalesInt4, 128), (Model::TalesInt4, 5)] {
+        let arithmetic = Arithmetic::absorbed(model, Activations::F32);
+        let mut engine = open(&arithmetic, &Setup { drafts: mtp(1), rows, ..Setup::RESIDENT }).unwrap();
+        for prompt in [model.prompt(23), model.repetitive()] {
+            let ids = engines::greedy(&mut engine, &prompt, 40).unwrap();
+            let draft = engine.stats().draft.unwrap();
+            let text = [&prompt[..], &ids].concat();
+            let vocab = model.vocab() as usize;
+            let scores = engine.draft_scores(&text).unwrap();
+            let says = |at: usize| {
+                let row = &scores[at * vocab..][..vocab];
+                row.iter().enumerate().fold(0, |best, (id, score)| if *score > row[best] { id } else { best }) as u32
+            };
+            // From each step's token the token after it is drafted, but for the last one that is asked for.
+            let (mut at, mut drafted, mut accepted) = (prompt.len(), 0, 0);
+            while at + 2 < text.len() {
+                let is_right = says(at - 1) == text[at + 1];
+                (drafted, accepted) = (drafted + 1, accepted + u64::from(is_right));
+                at += 1 + usize::from(is_right);
+            }
+            assert_eq!((draft.drafted, draft.accepted), (drafted, accepted), "{model:?}");
+        }
+    }
+}
+
+#[test]
+fn an_mtp_layer_that_cannot_be_read_ends_no_answer() {
+    let arithmetic = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
+    let setup = Setup { slabs: 2, prefetch: Switch::Off, drafts: mtp(2), ..Setup::RESIDENT };
+    let config = EngineConfig { verify: Verify::Off, ..config(&arithmetic, &setup) };
+    let (prompt, loop_of) = loops();
+    let answer = |sim: &SimConfig, tokens| {
+        let checkpoint = Checkpoint::open(&Model::TalesInt4.dir()).unwrap();
+        let open = |files: &_, pool: &_| Ok(sim_device(sim, Arc::clone(files), pool)?);
+        let mut engine = Engine::open_with(checkpoint, &config, &open).unwrap();
+        let ids = engines::greedy(&mut engine, &prompt, tokens).unwrap();
+        (ids, engine.store().device_stats().reads)
+    };
+    let first = answer(&SimConfig::calm(1), 1).1;
+    // Four experts of the layer for each draft, some of them there, then the step's own.
+    for read in first..first + 12 {
+        let fails = SimConfig { script: vec![(read, SimFault::Errno(ENODEV))], ..SimConfig::calm(1) };
+        assert_eq!(answer(&fails, 6).0, loop_of.repeat(2)[..6], "read {read}");
+    }
+}
+
+#[test]
+fn a_model_without_the_layer_says_so_once_and_answers() {
+    let arithmetic = Arithmetic::absorbed(Model::TinyOlmoe, Activations::F32);
+    let prompt = Model::TinyOlmoe.repetitive();
+    let [mut plain, mut drafting] =
+        [OFF, mtp(4)].map(|drafts| open(&arithmetic, &Setup { drafts, ..Setup::RESIDENT }).unwrap());
+    let job = job(&prompt, 20, Sampling::greedy());
+    assert_eq!(left(&mut drafting, &job, ALL), left(&mut plain, &job, ALL));
+    let said = |engine: &Engine| engine.notes().iter().filter(|note| note.contains("MTP layer")).count();
+    assert_eq!((said(&plain), said(&drafting)), (0, 1));
+    assert_eq!(drafting.stats().draft, None);
+    assert_eq!(drafting.budget(), plain.budget(), "nothing is taken for it");
 }
 
 #[test]

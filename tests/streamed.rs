@@ -354,7 +354,7 @@ proptest! {
         rows in prop::sample::select(vec![1, 2, 3, 8, 33, 128]),
         isa in any::<prop::sample::Index>(),
         warm in any::<bool>(),
-        drafts in prop_oneof![Just(RESIDENT.drafts), (1..9usize).prop_map(|most| DraftRule { source: DraftSource::Ngram, most })],
+        drafts in prop_oneof![Just(RESIDENT.drafts), (1..9usize, any::<bool>()).prop_map(|(most, ngram)| DraftRule { source: if ngram { DraftSource::Ngram } else { DraftSource::Mtp }, most })],
     ) {
         let all: Vec<Arithmetic> = Model::ALL.into_iter().flat_map(Arithmetic::all).collect();
         let arithmetic = which.get(&all);

@@ -60,6 +60,7 @@ pub struct Checkpoint {
     /// The routed experts.
     pub experts: ExpertIndex,
     notes: Vec<String>,
+    lacks_mtp: bool,
     fingerprint: u64,
     formats: BTreeSet<Format>,
     took: Duration,
@@ -102,7 +103,7 @@ impl Checkpoint {
             return Err(CheckpointError::SmallFilesMissing { dir: dir.to_owned(), missing, shards });
         }
         let mut arch = Arch::read(dir)?;
-        let tensors = TensorMap::open_remembering(dir, remembered)?;
+        let (tensors, declares_mtp) = (TensorMap::open_remembering(dir, remembered)?, arch.mtp.is_some());
         let mut notes = tensors.notes().to_vec();
         disable_absent_parts(&mut arch, &tensors, &mut notes);
         let mut required = Checkpoint::required(&arch);
@@ -117,8 +118,8 @@ impl Checkpoint {
         formats.extend(of_experts.map(|matrix| matrix.spec.format));
         notes.extend(unused::note(&arch, &tensors, &required)?);
         let fingerprint = fingerprint(dir, &tensors)?;
-        let took = started.elapsed();
-        Ok(Checkpoint { dir: dir.to_owned(), arch, tensors, experts, notes, fingerprint, formats, took })
+        let (took, lacks_mtp) = (started.elapsed(), declares_mtp && arch.mtp.is_none());
+        Ok(Checkpoint { lacks_mtp, dir: dir.to_owned(), arch, tensors, experts, notes, fingerprint, formats, took })
     }
 
     /// Every tensor the model needs besides its routed experts, by the vendor's names.
@@ -152,6 +153,24 @@ impl Checkpoint {
             }
         }
         Ok(())
+    }
+
+    /// Whether the MTP layer that config.json declares is missing, of which there is a note.
+    pub fn lacks_mtp(&self) -> bool {
+        self.lacks_mtp
+    }
+
+    /// Formats of the MTP layer's matrices, its experts' included; none without the layer.
+    pub fn mtp_formats(&self) -> BTreeSet<Format> {
+        let layer = self.arch.layers.len();
+        let required = Checkpoint::required(&self.arch);
+        let dense =
+            required.iter().filter(|tensor| tensor.layer == Some(layer)).filter_map(|tensor| match tensor.shape {
+                Shape::Matrix { rows, cols } => Some(self.tensors.matrix(&tensor.name, rows, cols).ok()?.spec.format),
+                Shape::Vector(_) => None,
+            });
+        let experts = self.experts.layers.get(layer).into_iter().flatten().flatten();
+        dense.chain(experts.flat_map(|expert| expert.matrices().map(|matrix| matrix.spec.format))).collect()
     }
 
     /// Lines worth printing once: parts that are off, files and tensors that are ignored.

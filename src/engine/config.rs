@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use millstream_io::{DEPTH_AUTO, DeviceKind, IoMode};
 
 use super::EngineError;
-use super::drafts::DraftRule;
+use super::drafts::{DraftRule, DraftSource};
 use super::space::Space;
 use super::switches::{Switch, Switches};
 use crate::checkpoint::convert::Widths;
@@ -138,7 +138,7 @@ pub struct EngineConfig {
     pub attention: AttentionForm,
     /// Sparse attention.
     pub dsa: Dsa,
-    /// Whether to load the MTP layer.
+    /// Whether to load the MTP layer where nothing drafts with it.
     pub load_mtp: bool,
     /// Which reads are compared with the container's checksums. [`Verify::All`] includes the resident weights, which
     /// are then read twice.
@@ -148,6 +148,11 @@ pub struct EngineConfig {
 }
 
 impl EngineConfig {
+    /// Whether the MTP layer is loaded, of a model that has one.
+    pub(super) fn loads_mtp(&self) -> bool {
+        self.load_mtp || self.drafts.source == DraftSource::Mtp
+    }
+
     /// Refuses sizes that no engine can have.
     pub(super) fn check(&self) -> Result<(), EngineError> {
         let within = |name, value, range: std::ops::RangeInclusive<usize>| match range.contains(&value) {

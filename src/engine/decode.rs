@@ -8,6 +8,7 @@
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 
+use super::drafts::Tools;
 use super::{Engine, EngineError, Finish, Job};
 use crate::forward::{ForwardError, Logits, Observer, Step};
 use crate::meter::Stage;
@@ -20,7 +21,7 @@ impl EngineError {
     }
 
     /// Whether a step may have come to this by its drafts alone.
-    fn may_be_of_drafts(&self) -> bool {
+    pub(super) fn may_be_of_drafts(&self) -> bool {
         let EngineError::Forward(error) = self else { return false };
         match error {
             ForwardError::Store(error) => match error {
@@ -55,7 +56,7 @@ impl Engine {
             }
             // As many tokens as may follow the one that this step finds in any case.
             let room = (job.max_tokens - ids.len()).min(self.context() - self.kv.len()) - 1;
-            self.drafts.draft(id, room);
+            self.draft(id, job, room)?;
             self.drafted_step(cancel, observer)?;
             loop {
                 id = self.choose(job)?;
@@ -70,7 +71,23 @@ impl Engine {
                 self.drafts.accept();
                 self.times.decode_steps += 1;
             }
+            self.follow();
         }
+    }
+
+    /// Drafts up to `most` tokens that may follow `id`.
+    fn draft(&mut self, id: u32, job: &Job, most: usize) -> Result<(), EngineError> {
+        let position = self.kv.len() + 1;
+        let Engine { model, experts, state, meter, sampler, drafts, .. } = self;
+        drafts.draft(Tools { model, experts, state, meter, sampler, sampling: &job.sampling }, id, position, most)
+    }
+
+    /// Tells what drafts which rows of the step are part of the answer.
+    fn follow(&mut self) {
+        let run = std::mem::take(&mut self.drafts.run);
+        let Engine { model, state, meter, drafts, .. } = self;
+        drafts.follow(model, state, meter, &run[..=drafts.row]);
+        drafts.run = run;
     }
 
     /// The token that follows the last position.
@@ -113,7 +130,7 @@ impl Engine {
         // What a draft asks for the answer may never need: that it cannot be had ends no answer. Nor is it asked for again: a
         // bad place of a drive may cost seconds each time.
         if run.len() > 1 && result.as_ref().is_err_and(EngineError::may_be_of_drafts) {
-            self.drafts.give_up();
+            self.drafts.leave();
             run.truncate(1);
             result = self.decode_step(&run, cancel, observer);
         }

@@ -6,7 +6,7 @@ use millstream_io::{Access, FileId, FileSet, IoMode, SlabPool, settle};
 
 use super::budget::{Budget, Demand, Narrower, Slabs, TooSmall};
 use super::config::{DEFAULT_PREFILL_ROWS, Memory};
-use super::drafts::Drafts;
+use super::drafts::{DraftRule, DraftSource, Drafts};
 use super::kvfile::KvFile;
 use super::sampler::Sampler;
 use super::space::unheld;
@@ -28,6 +28,8 @@ pub struct Divided<'a> {
     pub(super) context: usize,
     pub(super) sparse: bool,
     pub(super) rows: usize,
+    /// What drafts, as far as the model has it.
+    pub(super) drafts: DraftRule,
     pub(super) kernels: &'static Kernels,
     pub(super) prompt_form: Form,
     pub(super) decode_form: Form,
@@ -56,11 +58,22 @@ impl<'a> Divided<'a> {
         let (mode, _) = settle(config.io, config.device)?;
         let mirrors = mirror::find(&config.mirrors, &checkpoint.tensors)?;
         let files = Arc::new(FileSet::open_mirrored(checkpoint.tensors.paths(), &mirrors, mode)?);
-        let plan = Plan::new(checkpoint, files.clone(), config.load_mtp, &config.widths)?;
+        let plan = Plan::new(checkpoint, files.clone(), config.loads_mtp(), &config.widths)?;
         let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
         let requantized = experts::check(checkpoint, config)?;
-        let parts =
-            Parts { checkpoint, config, kernels, context, sparse, explicit, files: &files, plan: &plan, requantized };
+        let drafts = config.drafts.of(arch);
+        let parts = Parts {
+            drafts,
+            checkpoint,
+            config,
+            kernels,
+            context,
+            sparse,
+            explicit,
+            files: &files,
+            plan: &plan,
+            requantized,
+        };
         let (rows, table, budget) = parts.divide(config.memory).map_err(|error| match error {
             EngineError::TooSmall(e) => {
                 EngineError::TooSmall(TooSmall { narrower: narrower(&plan, &config.widths), ..e })
@@ -73,6 +86,7 @@ impl<'a> Divided<'a> {
             context,
             sparse,
             rows,
+            drafts,
             kernels,
             prompt_form,
             decode_form,
@@ -120,6 +134,7 @@ impl<'a> Divided<'a> {
             kernels: self.kernels,
             context: self.context,
             sparse: self.sparse,
+            drafts: self.drafts,
             explicit: [self.prompt_form, self.decode_form].contains(&Form::Explicit),
             files: &self.files,
             plan: &self.plan,
@@ -135,6 +150,7 @@ struct Parts<'b> {
     kernels: &'static Kernels,
     context: usize,
     sparse: bool,
+    drafts: DraftRule,
     explicit: bool,
     files: &'b FileSet,
     plan: &'b Plan,
@@ -202,16 +218,21 @@ impl Parts<'_> {
         let (arch, threads) = (&self.checkpoint.arch, config.threads);
         let (mut room, mut working) = (Room::counting(), Room::counting());
         // What the explicit form rebuilds is counted by itself.
-        let step_rows = rows.max(config.drafts.rows());
-        State::new(kernels, arch, step_rows, config.drafts.rows(), context, threads, false, &mut room);
+        let (drafts, step_rows) = (self.drafts, rows.max(self.drafts.rows()));
+        State::new(kernels, arch, step_rows, drafts.rows(), context, threads, false, &mut room);
         ExpertScratch::new(kernels, arch, step_rows, self.requantized, &mut working);
-        Drafts::new(config.drafts, context, &mut room);
+        let no_position = || KvCache::for_mtp(arch, 0, sparse, config.kv_bits);
+        Drafts::new(drafts, arch, context, no_position, &mut room);
         rope_of(arch, context, &mut room);
         room.add(Sampler::bytes(arch.vocab));
         if config.timeline {
             room.add(TIMELINE_EVENTS_MAX * (size_of::<Lap>() + size_of::<ReadRecord>()));
         }
-        let kv = KvCache::bytes(arch, context, sparse, config.kv_bits);
+        let kv = KvCache::bytes(arch, context, sparse, config.kv_bits)
+            + match drafts.source {
+                DraftSource::Mtp => KvCache::bytes_for_mtp(arch, context, sparse, config.kv_bits),
+                DraftSource::Off | DraftSource::Ngram => 0,
+            };
         if config.kv_file {
             room.add(KvFile::room_bytes(KvCache::bytes(arch, 1, sparse, config.kv_bits) as usize, context));
         }

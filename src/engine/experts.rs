@@ -21,7 +21,7 @@ fn role(layers: usize, layer: usize) -> Role {
 /// Whether the experts of a layer can be asked for: those of the MTP layer where that is loaded.
 pub(super) fn is_loaded(checkpoint: &Checkpoint, config: &EngineConfig, layer: usize) -> bool {
     let arch = &checkpoint.arch;
-    layer < arch.layers.len() || (arch.mtp.is_some() && config.load_mtp)
+    layer < arch.layers.len() || (arch.mtp.is_some() && config.loads_mtp())
 }
 
 /// Refuses experts that are quantized and would have to be quantized again, by name. Floats that the threads of `config`

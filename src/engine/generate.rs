@@ -228,7 +228,11 @@ impl Engine {
         self.allow_guesses_of(rows);
         for (i, tokens) in prompt.chunks(rows).enumerate() {
             let logits = if i + 1 == chunks { Logits::Last } else { Logits::None };
+            let Engine { model, state, meter, drafts, .. } = self;
+            drafts.prepare(model, state, meter, tokens[0], tokens.len());
             self.observed_step(&Step { tokens, form, logits, cancel }, observer)?;
+            let Engine { model, state, meter, drafts, .. } = self;
+            drafts.follow(model, state, meter, tokens);
         }
         self.allow_guesses_of(1);
         self.times.prefill = Some(self.meter.wall());
@@ -267,6 +271,7 @@ impl Engine {
     /// Clocks and counters begin anew; the first `keep` positions of the context stay.
     pub(super) fn begin_after(&mut self, keep: usize, prompt_tokens: usize) {
         self.kv.truncate(keep);
+        self.drafts.leave();
         self.experts.store.reset_stats();
         self.experts.store.exchange_pins();
         self.state.lookahead.reset();

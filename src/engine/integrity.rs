@@ -41,7 +41,7 @@ pub(super) fn prepare(
         return Ok((checks, None));
     }
     let layers = checkpoint.arch.layers.len();
-    let is_loaded = |run: &&HashedRun| run.expert.is_none() && (config.load_mtp || run.layer != Some(layers));
+    let is_loaded = |run: &&HashedRun| run.expert.is_none() && (config.loads_mtp() || run.layer != Some(layers));
     let resident: Vec<HashedRun> = manifest.runs.iter().filter(is_loaded).cloned().collect();
     check_resident(&resident, files, device, cancel)?;
     let note = (unchecked > 0).then(|| format!("{unchecked} of {} experts have no checksum", table.experts()));

@@ -145,9 +145,10 @@ impl Engine {
         let started = Instant::now();
         let divided = Divided::new(&checkpoint, config)?;
         let Divided { context, sparse, rows, kernels, prompt_form, decode_form, .. } = divided;
-        let step_rows = rows.max(config.drafts.rows());
+        let (drafts, step_rows) = (divided.drafts, rows.max(divided.drafts.rows()));
         let Divided { files, table, requantized, plan, budget, .. } = divided;
         let mut notes = [checkpoint.notes().to_vec(), files.describe(), vec![budget.to_string()]].concat();
+        notes.extend(drafts.note(config.drafts, &checkpoint));
         notes.extend(scales::note(&table).into_iter().chain(narrow_note(&plan)).chain(stays_note(config, &table)));
         let kept = table.kept_scales().clone();
         loaded.announce(plan.bytes() + kept.bytes);
@@ -192,13 +193,15 @@ impl Engine {
         }
         let guess_from = config.switches.guess.from;
         let explicit = [prompt_form, decode_form].contains(&Form::Explicit);
-        let (room, drafts) = (&mut Room::default(), config.drafts);
+        let room = &mut Room::default();
+        let mtp_kv = || KvCache::for_mtp(&arch, context, sparse, config.kv_bits);
+        let drafts = Drafts::new(drafts, &arch, context, mtp_kv, room);
         let mut engine = Engine {
             experts,
             kv,
             kv_header,
             kv_file: None,
-            state: State::new(kernels, &arch, step_rows, drafts.rows(), context, config.threads, explicit, room),
+            state: State::new(kernels, &arch, step_rows, drafts.rule.rows(), context, config.threads, explicit, room),
             meter: Meter::with_timeline(kept),
             sampler: Sampler::new(arch.vocab),
             prompt_form,
@@ -211,7 +214,7 @@ impl Engine {
             load: opened_in + started.elapsed(),
             times: Times::default(),
             turning: Turning::new(config.switches),
-            drafts: Drafts::new(drafts, context, room),
+            drafts,
             model: Model { rope: rope_of(&arch, context, room), compute, arch, resident, sparse, guess_from },
         };
         engine.apply_switches();

@@ -30,7 +30,7 @@ use crate::store::StoreError;
 pub use attention::latent_shape;
 pub use executor::{ExpertCall, ExpertExecutor, ExpertScratch, Streamed};
 pub use lookahead::{Guess, GuessFrom, GuessRule, Lookahead, Tally};
-pub use mtp::mtp_step;
+pub use mtp::{final_hidden, mtp_cache, mtp_cache_step, mtp_step};
 pub use observe::{Observed, Observer};
 pub use state::{KvBits, KvCache, State};
 

@@ -292,10 +292,24 @@ impl KvCache {
 
     /// Bytes that a cache of this shape takes.
     pub fn bytes(arch: &Arch, capacity: usize, sparse: bool, bits: KvBits) -> u64 {
-        let rows = arch.layers.len() * arch.attention.cached();
-        let full = arch.layers.iter().filter(|l| sparse && l.indexer == IndexerKind::Full).count();
-        let keys = full * arch.indexer.map_or(0, |i| i.dim);
-        ((rows + keys) * capacity * bits.bytes()) as u64
+        KvCache::bytes_over(arch, arch.layers.iter().map(|l| l.indexer), capacity, sparse, bits)
+    }
+
+    /// Bytes that one for the MTP layer takes.
+    pub fn bytes_for_mtp(arch: &Arch, capacity: usize, sparse: bool, bits: KvBits) -> u64 {
+        KvCache::bytes_over(arch, arch.mtp.iter().map(|l| l.indexer), capacity, sparse, bits)
+    }
+
+    fn bytes_over(
+        arch: &Arch,
+        kinds: impl Iterator<Item = IndexerKind>,
+        capacity: usize,
+        sparse: bool,
+        bits: KvBits,
+    ) -> u64 {
+        let index_dim = arch.indexer.filter(|_| sparse).map_or(0, |indexer| indexer.dim);
+        let of_layer = |kind| arch.attention.cached() + if kind == IndexerKind::Full { index_dim } else { 0 };
+        (kinds.map(of_layer).sum::<usize>() * capacity * bits.bytes()) as u64
     }
 
     /// Precision in which they are held.

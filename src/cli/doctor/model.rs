@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::checkpoint::{self, Arch, Checkpoint, CheckpointError, Shape, TensorMap};
+use crate::checkpoint::{self, Arch, Checkpoint, CheckpointError, TensorMap};
 use crate::kernels::Format;
 use crate::model::template::{ChatTemplate, Message, RenderOptions, Role, TemplateError};
 use crate::model::tokenizer::Tokenizer;
@@ -144,18 +144,10 @@ fn shards(dir: &Path, report: &mut Report) -> bool {
 
 /// The width of the layer that drafts: below 8 bits its drafts are seldom accepted.
 fn mtp(checkpoint: &Checkpoint, report: &mut Report) {
-    let layer = checkpoint.arch.layers.len();
     if checkpoint.arch.mtp.is_none() {
         return report.skip("mtp", "the model has no MTP layer", None);
     }
-    let required = Checkpoint::required(&checkpoint.arch);
-    let dense = required.iter().filter(|tensor| tensor.layer == Some(layer)).filter_map(|tensor| match tensor.shape {
-        Shape::Matrix { rows, cols } => Some(checkpoint.tensors.matrix(&tensor.name, rows, cols).ok()?.spec.format),
-        Shape::Vector(_) => None,
-    });
-    let experts = checkpoint.experts.layers.get(layer).into_iter().flatten().flatten();
-    let experts = experts.flat_map(|expert| expert.matrices().map(|matrix| matrix.spec.format));
-    let formats: std::collections::BTreeSet<Format> = dense.chain(experts).collect();
+    let formats = checkpoint.mtp_formats();
     let text = formats.iter().map(Format::to_string).collect::<Vec<_>>().join(", ");
     let narrow = |format: &Format| format.is_integer() && *format != Format::Int8Row;
     if formats.iter().any(narrow) {

@@ -2,11 +2,19 @@
 //! the model would have chosen itself decides how many of them count ([`Engine::generate`](super::Engine::generate)): they
 //! change how long an answer takes and no bit of it.
 
+mod mtp;
 mod ngram;
 
 use super::EngineError;
+use crate::checkpoint::Checkpoint;
+use crate::checkpoint::arch::Arch;
+use crate::forward::{KvCache, Model, State};
+use crate::kernels::Format;
 use crate::limits::DRAFT_TOKENS_MAX;
+use crate::meter::Meter;
 use crate::ops::room::Room;
+use mtp::Mtp;
+pub(super) use mtp::Tools;
 use ngram::Ngram;
 
 /// What drafts.
@@ -17,6 +25,8 @@ pub enum DraftSource {
     Off,
     /// The sequence itself: what followed the last pair of tokens the last time.
     Ngram,
+    /// The model's MTP layer.
+    Mtp,
 }
 
 impl DraftSource {
@@ -25,6 +35,7 @@ impl DraftSource {
         match self {
             DraftSource::Off => "off",
             DraftSource::Ngram => "ngram",
+            DraftSource::Mtp => "mtp",
         }
     }
 }
@@ -48,11 +59,31 @@ impl DraftRule {
     /// Tokens drafted at most where nothing was said.
     pub const MOST: usize = 8;
 
+    /// What is left of it for a model that may not have what drafts.
+    pub(super) fn of(self, arch: &Arch) -> DraftRule {
+        match self.source {
+            DraftSource::Mtp if arch.mtp.is_none() => DraftRule { source: DraftSource::Off, ..self },
+            _ => self,
+        }
+    }
+
+    /// What is worth knowing of drafts in a model for which `asked` was asked for.
+    pub(super) fn note(&self, asked: DraftRule, checkpoint: &Checkpoint) -> Option<String> {
+        if self.source != asked.source && !checkpoint.lacks_mtp() {
+            return Some("the model has no MTP layer: nothing is drafted".to_owned());
+        }
+        let formats = checkpoint.mtp_formats();
+        let narrow =
+            |format: &&Format| self.source == DraftSource::Mtp && format.is_integer() && **format != Format::Int8Row;
+        let narrow = formats.iter().find(narrow)?;
+        Some(format!("weights of the MTP layer are {narrow}: drafts of a narrow layer are seldom right"))
+    }
+
     /// Rows of a step of an answer.
     pub(super) fn rows(&self) -> usize {
         match self.source {
             DraftSource::Off => 1,
-            DraftSource::Ngram => 1 + self.most,
+            DraftSource::Ngram | DraftSource::Mtp => 1 + self.most,
         }
     }
 
@@ -79,38 +110,45 @@ pub(super) struct Tally {
 pub(super) struct Drafts {
     pub(super) rule: DraftRule,
     ngram: Option<Ngram>,
+    mtp: Option<Mtp>,
+    /// Whether a sequence is followed: one whose tokens are forced is not, and none after a draft could not be had.
+    follows: bool,
     /// The current token, and what may follow it.
     pub(super) run: Vec<u32>,
     /// Of the last step, the row whose logits are those of the last position: the rows behind it were not accepted.
     pub(super) row: usize,
-    /// Nothing is drafted for the rest of this answer.
-    given_up: bool,
     pub(super) tally: Tally,
 }
 
 impl Drafts {
-    /// For contexts of up to `context` positions, counted in `room`.
-    pub(super) fn new(rule: DraftRule, context: usize, room: &mut Room) -> Drafts {
-        let ngram = match rule.source {
-            DraftSource::Off => None,
+    /// For contexts of up to `context` positions, counted in `room`; not so the cache of an MTP layer, which `mtp_kv` makes.
+    pub(super) fn new(
+        rule: DraftRule,
+        arch: &Arch,
+        context: usize,
+        mtp_kv: impl FnOnce() -> KvCache,
+        room: &mut Room,
+    ) -> Drafts {
+        let (mut ngram, mut mtp) = (None, None);
+        match rule.source {
+            DraftSource::Off => {}
             // The last token of an answer has no position in the context any more.
-            DraftSource::Ngram => Some(Ngram::new(context + 1, room)),
-        };
-        Drafts { rule, ngram, run: room.empty(rule.rows()), row: 0, given_up: false, tally: Tally::default() }
+            DraftSource::Ngram => ngram = Some(Ngram::new(context + 1, room)),
+            DraftSource::Mtp => mtp = Some(Mtp::new(arch, mtp_kv(), rule.rows(), room)),
+        }
+        Drafts { rule, ngram, mtp, follows: false, run: room.empty(rule.rows()), row: 0, tally: Tally::default() }
     }
 
     /// An answer to `prompt` begins.
     pub(super) fn begin(&mut self, prompt: &[u32]) {
-        (self.given_up, self.tally) = (false, Tally::default());
+        (self.follows, self.tally) = (true, Tally::default());
+        if let Some(mtp) = &mut self.mtp {
+            mtp.begin();
+        }
         if let Some(ngram) = &mut self.ngram {
             ngram.clear();
             prompt.iter().for_each(|&token| ngram.push(token));
         }
-    }
-
-    /// What a draft asked for cannot be had: nothing more is drafted for this answer.
-    pub(super) fn give_up(&mut self) {
-        self.given_up = true;
     }
 
     /// The answer goes on with `token`.
@@ -120,13 +158,52 @@ impl Drafts {
         }
     }
 
-    /// Fills [`Drafts::run`]: `token`, which was the last pushed, and up to `most` drafts of what follows it.
-    pub(super) fn draft(&mut self, token: u32, most: usize) {
+    /// No sequence is followed, and nothing drafted, until the next begins.
+    pub(super) fn leave(&mut self) {
+        self.follows = false;
+    }
+
+    /// A step of up to `rows` rows without drafts is to begin with `token`.
+    pub(super) fn prepare(&mut self, model: &Model, state: &mut State, meter: &mut Meter, token: u32, rows: usize) {
+        if let Some(mtp) = self.mtp.as_mut().filter(|_| self.follows) {
+            mtp.goes_on(token);
+            mtp.make_room(model, state, meter, rows);
+        }
+    }
+
+    /// The first rows of the last step, those of `tokens`, are part of the sequence.
+    pub(super) fn follow(&mut self, model: &Model, state: &mut State, meter: &mut Meter, tokens: &[u32]) {
+        if let Some(mtp) = self.mtp.as_mut().filter(|_| self.follows) {
+            mtp.follow(model, state, meter, tokens);
+        }
+    }
+
+    /// Fills [`Drafts::run`]: `token`, which was the last pushed, and up to `most` drafts of what follows it from `position`
+    /// on.
+    pub(super) fn draft(
+        &mut self,
+        mut tools: Tools,
+        token: u32,
+        position: usize,
+        most: usize,
+    ) -> Result<(), EngineError> {
         self.run.clear();
         self.run.push(token);
-        if let Some(ngram) = self.ngram.as_ref().filter(|_| !self.given_up) {
-            ngram.propose(most.min(self.rule.most), &mut self.run);
+        let most = most.min(self.rule.most);
+        if let Some(ngram) = self.ngram.as_ref().filter(|_| self.follows) {
+            ngram.propose(most, &mut self.run);
         }
+        if most == 0 {
+            self.prepare(tools.model, tools.state, tools.meter, token, 1);
+        } else if let Some(mtp) = self.mtp.as_mut().filter(|_| self.follows) {
+            mtp.goes_on(token);
+            match mtp.draft(&mut tools, position, most, &mut self.run) {
+                // Its cache lacks a position now. The answer has what was drafted so far.
+                Err(error) if error.may_be_of_drafts() => self.leave(),
+                drafted => drafted?,
+            }
+        }
+        Ok(())
     }
 
     /// Whether `id`, which was chosen to follow the last position, is what the step has in its next row.

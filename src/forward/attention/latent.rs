@@ -3,7 +3,7 @@
 use super::Part;
 use crate::checkpoint::arch::{IndexerArch, IndexerKind, LatentArch};
 use crate::forward::state::{LayerCache, quantized};
-use crate::forward::{Form, Model};
+use crate::forward::{Form, Model, Rows};
 use crate::kernels::{Input, Kernels, Quantized};
 use crate::limits::ATTENTION_ROWS;
 use crate::model::weights::{IndexerWeights, LatentWeights};
@@ -92,11 +92,9 @@ pub(super) fn attend(
     let (c, n, shape) = (&model.compute, rows.count, shape_of(a));
     let view = |m| model.resident.view(m);
     let q_a = &mut q_a[..n * a.q_rank];
-    let kv = &mut kv[..n * shape.cached()];
     let q = &mut q[..n * a.heads * shape.query()];
 
     c.matmul(&view(&w.q_a), x, q_a);
-    c.matmul(&view(&w.kv_a), x, kv);
     q_a.chunks_exact_mut(a.q_rank).for_each(|row| norm::rms_in_place(row, &w.q_a_norm, INNER_NORM_EPS));
     let latent_query = c.input(q_a, n, a.q_rank, quantized);
     c.matmul(&view(&w.q_b), &latent_query, q);
@@ -105,11 +103,7 @@ pub(super) fn attend(
             model.rope.rotate(&mut head[a.nope..], rows.start + i);
         }
     }
-    for (i, row) in kv.chunks_exact_mut(shape.cached()).enumerate() {
-        norm::rms_in_place(&mut row[..a.kv_rank], &w.kv_a_norm, INNER_NORM_EPS);
-        model.rope.rotate(&mut row[a.kv_rank..], rows.start + i);
-        cache.write(rows.start + i, 0, row);
-    }
+    cache_latents(model, w, a, cache, kv, x, rows);
 
     match (&w.indexer, kind) {
         (Some(indexer), _) if model.sparse => {
@@ -132,6 +126,60 @@ pub(super) fn attend(
     c.matmul(&view(&w.o), &context, out);
 }
 
+/// Caches what the rows of `x` leave to later ones, and attends from none.
+pub(super) fn cache_only(
+    model: &Model,
+    w: &LatentWeights,
+    cache: &mut LayerCache,
+    scratch: &mut Scratch,
+    x: &Input,
+    rows: Rows,
+) {
+    cache_latents(model, w, &scratch.arch, cache, &mut scratch.kv, x, rows);
+    if let Some(indexer) = w.indexer.as_ref().filter(|_| model.sparse) {
+        cache_index_keys(model, indexer, cache, &mut scratch.index.keys, x, rows);
+    }
+}
+
+/// Caches latents and rotary keys of the rows of `x`.
+fn cache_latents(
+    model: &Model,
+    w: &LatentWeights,
+    a: &LatentArch,
+    cache: &mut LayerCache,
+    kv: &mut [f32],
+    x: &Input,
+    rows: Rows,
+) {
+    let cached = shape_of(a).cached();
+    let kv = &mut kv[..rows.count * cached];
+    model.compute.matmul(&model.resident.view(&w.kv_a), x, kv);
+    for (i, row) in kv.chunks_exact_mut(cached).enumerate() {
+        norm::rms_in_place(&mut row[..a.kv_rank], &w.kv_a_norm, INNER_NORM_EPS);
+        model.rope.rotate(&mut row[a.kv_rank..], rows.start + i);
+        cache.write(rows.start + i, 0, row);
+    }
+}
+
+/// Caches index keys of the rows of `x`.
+fn cache_index_keys(
+    model: &Model,
+    w: &IndexerWeights,
+    cache: &mut LayerCache,
+    keys: &mut [f32],
+    x: &Input,
+    rows: Rows,
+) {
+    let Some(shape) = model.arch.indexer else { return };
+    let keys = &mut keys[..rows.count * shape.dim];
+    model.compute.matmul(&model.resident.view(&w.wk), x, keys);
+    for (i, key) in keys.chunks_exact_mut(shape.dim).enumerate() {
+        norm::layer_norm(key, &w.k_norm, &w.k_bias, INNER_NORM_EPS);
+        model.rope.rotate(key, rows.start + i);
+        cache.write_index_key(rows.start + i, key);
+    }
+}
+
 /// Caches the rows' index keys and selects what each row attends to.
 fn select(
     model: &Model,
@@ -146,13 +194,7 @@ fn select(
     let Part { first, rows } = part;
     let Some(shape) = model.arch.indexer else { return };
     let (c, n) = (&model.compute, rows.count);
-    let keys = &mut scratch.keys[..n * shape.dim];
-    c.matmul(&model.resident.view(&w.wk), x, keys);
-    for (i, key) in keys.chunks_exact_mut(shape.dim).enumerate() {
-        norm::layer_norm(key, &w.k_norm, &w.k_bias, INNER_NORM_EPS);
-        model.rope.rotate(key, rows.start + i);
-        cache.write_index_key(rows.start + i, key);
-    }
+    cache_index_keys(model, w, cache, &mut scratch.keys, x, rows);
     let visible = rows.start + n;
     if !selection.is_sparse_at(visible) {
         selection.dense(first, rows.start, n);

@@ -69,6 +69,21 @@ pub(super) fn block(model: &Model, layer: &Layer, cache: &mut LayerCache, state:
     }
 }
 
+/// Caches what the rows in `state.normed` leave to later ones, of latent attention.
+pub(super) fn cache_only(model: &Model, layer: &Layer, cache: &mut LayerCache, state: &mut State, rows: Rows) {
+    let hidden = model.arch.hidden;
+    let State { normed, attention, quantized, .. } = state;
+    let (AttentionWeights::Latent(w), Scratch::Latent(scratch)) = (&layer.attention, attention) else {
+        unreachable!("only the layer that drafts is cached alone, and its attention is latent")
+    };
+    for first in (0..rows.count).step_by(ATTENTION_ROWS) {
+        let count = ATTENTION_ROWS.min(rows.count - first);
+        let part = Rows { start: rows.start + first, count };
+        let x = model.compute.input(&normed[first * hidden..(first + count) * hidden], count, hidden, quantized);
+        latent::cache_only(model, w, cache, scratch, &x, part);
+    }
+}
+
 /// Shapes of latent attention as the arithmetic takes them, where a model has that kind.
 pub fn latent_shape(arch: &Arch) -> Option<Shape> {
     match &arch.attention {
