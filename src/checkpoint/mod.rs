@@ -173,6 +173,14 @@ impl Checkpoint {
         dense.chain(experts.flat_map(|expert| expert.matrices().map(|matrix| matrix.spec.format))).collect()
     }
 
+    /// Of those, one of less than 8 bits, where there is one: drafts of such a layer are seldom right.
+    pub fn narrow_mtp(&self) -> Option<Format> {
+        let is_wide = |format: &Format| {
+            matches!(format, Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8Block | Format::Int8Row)
+        };
+        self.mtp_formats().into_iter().find(|format| !is_wide(format))
+    }
+
     /// Lines worth printing once: parts that are off, files and tensors that are ignored.
     pub fn notes(&self) -> &[String] {
         &self.notes

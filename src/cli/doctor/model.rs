@@ -147,10 +147,8 @@ fn mtp(checkpoint: &Checkpoint, report: &mut Report) {
     if checkpoint.arch.mtp.is_none() {
         return report.skip("mtp", "the model has no MTP layer", None);
     }
-    let formats = checkpoint.mtp_formats();
-    let text = formats.iter().map(Format::to_string).collect::<Vec<_>>().join(", ");
-    let narrow = |format: &Format| format.is_integer() && *format != Format::Int8Row;
-    if formats.iter().any(narrow) {
+    let text = checkpoint.mtp_formats().iter().map(Format::to_string).collect::<Vec<_>>().join(", ");
+    if checkpoint.narrow_mtp().is_some() {
         report.warn("mtp", format!("{text}: drafts of a narrow layer are seldom right"), "convert with --mtp 8");
     } else {
         report.ok("mtp", text);
