@@ -144,6 +144,12 @@ pub const DRAFT_TOKENS_MAX: usize = 32;
 pub const NGRAM_CHAIN_MAX: usize = 16;
 /// Tokens of a place that are compared: more that agree make no better draft.
 pub const NGRAM_MATCH_MAX: usize = 16;
+/// Part of the cache of experts that buffers of drafts may take where the engine decides of them.
+pub const DRAFT_CACHE_SHARE: u64 = 64;
+/// Plain steps after which it is forgotten that drafts do not pay, where that was found once.
+pub const DRAFT_TRIAL_PAUSE_MIN: u32 = 16;
+/// Most of them.
+pub const DRAFT_TRIAL_PAUSE_MAX: u32 = 256;
 /// Layers ahead of which experts are guessed.
 pub const LOOKAHEAD_LAYERS_MAX: usize = 2;
 /// Bytes of one step in a routing trace: every layer's choices and guesses for as many rows as a step may have.
@@ -199,6 +205,7 @@ const _: () = assert!(WAIT_STEP.as_nanos() < HUNG_AFTER.as_nanos());
 const _: () = assert!(LOAD_ENCODED_PART_BYTES <= LOAD_PART_BYTES && LOAD_WORKERS_MIN <= LOAD_WORKERS_MAX);
 const _: () = assert!(PIN_SHARE_PERCENT_MAX <= 100 && SECONDS_MIN < SECONDS_MAX);
 const _: () = assert!(DRAFT_TOKENS_MAX < MAX_ROWS);
+const _: () = assert!(0 < DRAFT_TRIAL_PAUSE_MIN && DRAFT_TRIAL_PAUSE_MIN < DRAFT_TRIAL_PAUSE_MAX);
 const _: () = assert!(MAX_EXPERTS <= u16::MAX as usize + 1);
 const _: () = assert!(MAX_TOP_K <= MAX_EXPERTS);
 const _: () = assert!(MAX_GROUPS <= MAX_EXPERTS);

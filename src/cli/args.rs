@@ -126,7 +126,8 @@ pub struct RunArgs {
     #[arg(long)]
     pub ignore_eos: bool,
     /// Draft tokens that may come next and check several in one step, which changes no answer: off, ngram (what followed where
-    /// the text last went as it does now) or mtp (the model's own layer for it) [default: off]
+    /// the text last went as it does now), mtp (the model's own layer for it), or auto (as ngram, as many as turn out to pay)
+    /// [default: off]
     #[arg(long, value_name = "SOURCE", value_parser = |text: &str| DRAFT.parse(text))]
     pub draft: Option<DraftSource>,
     /// Most tokens drafted for a step, 1 to 32 [default: 8]
@@ -479,8 +480,12 @@ pub const DSA: Choices<Dsa> = Choices(&[("auto", Dsa::Auto), ("on", Dsa::On), ("
 pub const SWITCH: Choices<Switch> = Choices(&[("auto", Switch::Auto), ("on", Switch::On), ("off", Switch::Off)]);
 
 /// `--draft`.
-pub const DRAFT: Choices<DraftSource> =
-    Choices(&[("off", DraftSource::Off), ("ngram", DraftSource::Ngram), ("mtp", DraftSource::Mtp)]);
+pub const DRAFT: Choices<DraftSource> = Choices(&[
+    ("auto", DraftSource::Auto),
+    ("off", DraftSource::Off),
+    ("ngram", DraftSource::Ngram),
+    ("mtp", DraftSource::Mtp),
+]);
 
 /// A switch of which nothing is decided by measuring.
 pub const ON_OFF: Choices<bool> = Choices(&[("on", true), ("off", false)]);

@@ -56,8 +56,10 @@ impl Engine {
             }
             // As many tokens as may follow the one that this step finds in any case.
             let room = (job.max_tokens - ids.len()).min(self.context() - self.kv.len()) - 1;
+            let began = self.meter.wall();
             self.draft(id, job, room)?;
             self.drafted_step(cancel, observer)?;
+            self.drafts.observe((self.meter.wall() - began).as_secs_f64());
             loop {
                 id = self.choose(job)?;
                 if !self.drafts.is_next(id) {

@@ -15,7 +15,7 @@ use crate::checkpoint::convert::{Width, Widths};
 use crate::checkpoint::{Checkpoint, ExpertSource, mirror};
 use crate::forward::{ExpertScratch, Form, KvCache, State, latent_shape, rope_of};
 use crate::kernels::Kernels;
-use crate::limits::{EXPERT_RECORD_BYTES, TENSOR_INDEX_BYTES, TIMELINE_EVENTS_MAX};
+use crate::limits::{DRAFT_CACHE_SHARE, EXPERT_RECORD_BYTES, TENSOR_INDEX_BYTES, TIMELINE_EVENTS_MAX};
 use crate::meter::Lap;
 use crate::model::resident::Plan;
 use crate::ops::room::Room;
@@ -74,7 +74,9 @@ impl<'a> Divided<'a> {
             plan: &plan,
             requantized,
         };
-        let (rows, table, budget) = parts.divide(config.memory).map_err(|error| match error {
+        let (parts, divided) = parts.divide_with_drafts(config.memory);
+        let drafts = parts.drafts;
+        let (rows, table, budget) = divided.map_err(|error| match error {
             EngineError::TooSmall(e) => {
                 EngineError::TooSmall(TooSmall { narrower: narrower(&plan, &config.widths), ..e })
             }
@@ -144,6 +146,7 @@ impl<'a> Divided<'a> {
 }
 
 /// What is decided before memory is divided.
+#[derive(Clone, Copy)]
 struct Parts<'b> {
     checkpoint: &'b Checkpoint,
     config: &'b EngineConfig,
@@ -158,6 +161,21 @@ struct Parts<'b> {
 }
 
 impl Parts<'_> {
+    /// As [`Parts::divide`]; without drafts where the engine decides of them and they would take the place of experts.
+    fn divide_with_drafts(self, memory: Memory) -> (Self, Result<(usize, ExpertTable, Budget), EngineError>) {
+        let divided = self.divide(memory);
+        if self.drafts.source != DraftSource::Auto {
+            return (self, divided);
+        }
+        let parts = Parts { drafts: DraftRule { source: DraftSource::Off, ..self.drafts }, ..self };
+        let without = parts.divide(memory);
+        let experts = |divided: &Result<(_, _, Budget), _>| divided.as_ref().map_or(0, |(.., budget)| budget.experts());
+        match divided.is_ok() && experts(&divided) >= experts(&without) / DRAFT_CACHE_SHARE * (DRAFT_CACHE_SHARE - 1) {
+            true => (self, divided),
+            false => (parts, without),
+        }
+    }
+
     /// How long chunks of a prompt are, a table of the experts, and `memory` divided among them and all else. What is too small
     /// is so for the shortest chunks.
     fn divide(&self, memory: Memory) -> Result<(usize, ExpertTable, Budget), EngineError> {
@@ -231,7 +249,7 @@ impl Parts<'_> {
         let kv = KvCache::bytes(arch, context, sparse, config.kv_bits)
             + match drafts.source {
                 DraftSource::Mtp => KvCache::bytes_for_mtp(arch, context, sparse, config.kv_bits),
-                DraftSource::Off | DraftSource::Ngram => 0,
+                DraftSource::Off | DraftSource::Auto | DraftSource::Ngram => 0,
             };
         if config.kv_file {
             room.add(KvFile::room_bytes(KvCache::bytes(arch, 1, sparse, config.kv_bits) as usize, context));

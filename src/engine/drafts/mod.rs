@@ -2,6 +2,7 @@
 //! the model would have chosen itself decides how many of them count ([`Engine::generate`](super::Engine::generate)): they
 //! change how long an answer takes and no bit of it.
 
+mod adapt;
 mod mtp;
 mod ngram;
 
@@ -9,10 +10,10 @@ use super::EngineError;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::arch::Arch;
 use crate::forward::{KvCache, Model, State};
-use crate::kernels::Format;
 use crate::limits::DRAFT_TOKENS_MAX;
 use crate::meter::Meter;
 use crate::ops::room::Room;
+use adapt::Adapt;
 use mtp::Mtp;
 pub(super) use mtp::Tools;
 use ngram::Ngram;
@@ -23,18 +24,20 @@ pub enum DraftSource {
     /// Nothing: a step takes a token.
     #[default]
     Off,
-    /// The sequence itself: what followed the last pair of tokens the last time.
+    /// As [`DraftSource::Ngram`], as many as measuring shows to pay, which may be none.
+    Auto,
+    /// The sequence itself: what followed the last pair of tokens the last time. As many as may be drafted.
     Ngram,
-    /// The model's MTP layer.
+    /// The model's MTP layer. As many as may be drafted.
     Mtp,
 }
 
 impl DraftSource {
-    /// The name people type.
+    /// What makes its drafts.
     pub fn name(self) -> &'static str {
         match self {
             DraftSource::Off => "off",
-            DraftSource::Ngram => "ngram",
+            DraftSource::Auto | DraftSource::Ngram => "ngram",
             DraftSource::Mtp => "mtp",
         }
     }
@@ -69,13 +72,16 @@ impl DraftRule {
 
     /// What is worth knowing of drafts in a model for which `asked` was asked for.
     pub(super) fn note(&self, asked: DraftRule, checkpoint: &Checkpoint) -> Option<String> {
-        if self.source != asked.source && !checkpoint.lacks_mtp() {
-            return Some("the model has no MTP layer: nothing is drafted".to_owned());
+        match asked.source {
+            DraftSource::Mtp if self.source == DraftSource::Off && !checkpoint.lacks_mtp() => {
+                return Some("the model has no MTP layer: nothing is drafted".to_owned());
+            }
+            DraftSource::Auto if self.source == DraftSource::Off => {
+                return Some("drafts would take memory that experts need: nothing is drafted".to_owned());
+            }
+            _ => {}
         }
-        let formats = checkpoint.mtp_formats();
-        let narrow =
-            |format: &&Format| self.source == DraftSource::Mtp && format.is_integer() && **format != Format::Int8Row;
-        let narrow = formats.iter().find(narrow)?;
+        let narrow = checkpoint.narrow_mtp().filter(|_| self.source == DraftSource::Mtp)?;
         Some(format!("weights of the MTP layer are {narrow}: drafts of a narrow layer are seldom right"))
     }
 
@@ -83,7 +89,7 @@ impl DraftRule {
     pub(super) fn rows(&self) -> usize {
         match self.source {
             DraftSource::Off => 1,
-            DraftSource::Ngram | DraftSource::Mtp => 1 + self.most,
+            DraftSource::Auto | DraftSource::Ngram | DraftSource::Mtp => 1 + self.most,
         }
     }
 
@@ -110,6 +116,10 @@ pub(super) struct Tally {
 pub(super) struct Drafts {
     pub(super) rule: DraftRule,
     ngram: Option<Ngram>,
+    adapt: Option<Adapt>,
+    /// What was drafted last, or would have been, and has not come yet; and how many tokens agree before it.
+    foreseen: Vec<u32>,
+    agree: usize,
     mtp: Option<Mtp>,
     /// Whether a sequence is followed: one whose tokens are forced is not, and none after a draft could not be had.
     follows: bool,
@@ -130,13 +140,26 @@ impl Drafts {
         room: &mut Room,
     ) -> Drafts {
         let (mut ngram, mut mtp) = (None, None);
+        let adapt = (rule.source == DraftSource::Auto).then(Adapt::new);
         match rule.source {
             DraftSource::Off => {}
             // The last token of an answer has no position in the context any more.
-            DraftSource::Ngram => ngram = Some(Ngram::new(context + 1, room)),
+            DraftSource::Auto | DraftSource::Ngram => ngram = Some(Ngram::new(context + 1, room)),
             DraftSource::Mtp => mtp = Some(Mtp::new(arch, mtp_kv(), rule.rows(), room)),
         }
-        Drafts { rule, ngram, mtp, follows: false, run: room.empty(rule.rows()), row: 0, tally: Tally::default() }
+        let foreseen = room.empty(if adapt.is_some() { rule.most } else { 0 });
+        Drafts {
+            rule,
+            ngram,
+            adapt,
+            foreseen,
+            agree: 0,
+            mtp,
+            follows: false,
+            run: room.empty(rule.rows()),
+            row: 0,
+            tally: Tally::default(),
+        }
     }
 
     /// An answer to `prompt` begins.
@@ -145,6 +168,7 @@ impl Drafts {
         if let Some(mtp) = &mut self.mtp {
             mtp.begin();
         }
+        self.foreseen.clear();
         if let Some(ngram) = &mut self.ngram {
             ngram.clear();
             prompt.iter().for_each(|&token| ngram.push(token));
@@ -155,6 +179,20 @@ impl Drafts {
     pub(super) fn push(&mut self, token: u32) {
         if let Some(ngram) = &mut self.ngram {
             ngram.push(token);
+        }
+        let Some(adapt) = self.adapt.as_mut().filter(|_| !self.foreseen.is_empty()) else { return };
+        // The next one is the last of them.
+        let is_right = self.foreseen.pop() == Some(token);
+        adapt.judge(self.agree, is_right);
+        if !is_right {
+            self.foreseen.clear();
+        }
+    }
+
+    /// The step of [`Drafts::run`], and what drafted it, took so long.
+    pub(super) fn observe(&mut self, seconds: f64) {
+        if let Some(adapt) = &mut self.adapt {
+            adapt.observe(self.run.len() - 1, seconds);
         }
     }
 
@@ -191,7 +229,8 @@ impl Drafts {
         self.run.push(token);
         let most = most.min(self.rule.most);
         if let Some(ngram) = self.ngram.as_ref().filter(|_| self.follows) {
-            ngram.propose(most, &mut self.run);
+            let agree = ngram.propose(most, &mut self.run);
+            self.shorten(agree);
         }
         if most == 0 {
             self.prepare(tools.model, tools.state, tools.meter, token, 1);
@@ -204,6 +243,19 @@ impl Drafts {
             }
         }
         Ok(())
+    }
+
+    /// Leaves of the run what is thought to pay behind so many tokens that agree, and keeps in mind what all of it foresees.
+    fn shorten(&mut self, agree: usize) {
+        let Some(adapt) = &mut self.adapt else { return };
+        let length = if agree > 0 { adapt.length(self.run.len() - 1, agree) } else { 0 };
+        // What nobody drafts is judged to its end, as if it had been.
+        if length > 0 || self.foreseen.is_empty() {
+            self.foreseen.clear();
+            self.foreseen.extend(self.run[1..].iter().rev());
+            self.agree = agree;
+        }
+        self.run.truncate(1 + length);
     }
 
     /// Whether `id`, which was chosen to follow the last position, is what the step has in its next row.

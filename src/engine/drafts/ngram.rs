@@ -46,18 +46,20 @@ impl Ngram {
         self.before.push(std::mem::replace(&mut self.last[bucket], self.tokens.len() as u32));
     }
 
-    /// Adds up to `most` tokens to `drafts` that may follow the sequence.
-    pub(super) fn propose(&self, most: usize, drafts: &mut Vec<u32>) {
-        let Some(place) = self.best() else { return };
+    /// Adds up to `most` tokens to `drafts` that may follow the sequence. How many tokens agree before them; 0 where nothing is
+    /// proposed.
+    pub(super) fn propose(&self, most: usize, drafts: &mut Vec<u32>) -> usize {
+        let Some((place, agree)) = self.best() else { return 0 };
         let (first, ahead) = (drafts.len(), &self.tokens[place + 1..]);
         for at in 0..most {
             let token = ahead.get(at).copied().unwrap_or_else(|| drafts[first + at - ahead.len()]);
             drafts.push(token);
         }
+        agree
     }
 
-    /// Where the sequence was before as it is now at its end: the position of the last token that agrees.
-    fn best(&self) -> Option<usize> {
+    /// Where the sequence was before as it is now at its end: the position of the last token that agrees, and how many do.
+    fn best(&self) -> Option<(usize, usize)> {
         let (mut best, mut length) = (None, 1);
         let end = self.tokens.len().checked_sub(1)?;
         let mut next = self.before[end];
@@ -65,7 +67,7 @@ impl Ngram {
             let place = (next as usize).checked_sub(1)?;
             let agree = self.agreement(place, end);
             if agree > length {
-                (best, length) = (Some(place), agree);
+                (best, length) = (Some((place, agree)), agree);
             }
             next = self.before[place];
             if next == 0 || length == NGRAM_MATCH_MAX {
