@@ -165,6 +165,35 @@ fn a_context_of_another_length_goes_on_also_where_attention_becomes_sparse() {
     turns(&tales, setups(), [PROMPT + ANSWER, 1024, 100]);
 }
 
+#[test]
+fn what_drafts_changes_no_bit_of_a_context_and_of_what_goes_on_from_it() {
+    let tiny = Arithmetic::absorbed(Model::Tiny, Activations::F32);
+    let tales = Arithmetic::absorbed(Model::TalesInt4, Activations::Int8);
+    for (arithmetic, source) in [tiny, tales]
+        .into_iter()
+        .flat_map(|a| [DraftSource::Ngram, DraftSource::Mtp, DraftSource::Auto].map(|s| (a, s)))
+    {
+        let drafts = DraftRule { source, most: 3 };
+        turns(&arithmetic, setups().map(|setup| Setup { drafts, ..setup }), [256; 3]);
+    }
+}
+
+#[test]
+fn the_mtp_layer_drafts_behind_positions_that_it_has_not_seen() {
+    let dir = &Model::TalesInt4.dir();
+    let prompt = Model::TalesInt4.repetitive();
+    // Its loop is the first that the layer sees, and it goes on with it.
+    let drafts = DraftRule { source: DraftSource::Mtp, most: 1 };
+    let (mut engine, kept) = sampling(dir, drafts, Switch::Off, 0, &InMemory::default());
+    let whole = greedy(&mut engine, &prompt, 40).unwrap();
+    let (mut resumed, _) = sampling(dir, drafts, Switch::Off, 0, &kept);
+    assert_eq!(greedy(&mut resumed, &prompt, 40).unwrap(), whole);
+    let (before, after) = (engine.stats().draft.unwrap(), resumed.stats().draft.unwrap());
+    assert_eq!(resumed.stats().cached_tokens, prompt.len() - 1);
+    let [before, after] = [before, after].map(|draft| draft.acceptance.unwrap());
+    assert!(after > 0.75 * before && before > 0.5, "right of the drafts: {before} with the prompt, {after} without");
+}
+
 /// An engine over `dir` with this sample of checks, which goes on from a copy of what `kept` has.
 fn sampling(dir: &Path, drafts: DraftRule, prefetch: Switch, seed: u64, kept: &InMemory) -> (Engine, InMemory) {
     let setup = Setup { drafts, prefetch, ..Setup::RESIDENT };
