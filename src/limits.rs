@@ -51,6 +51,16 @@ pub const MAX_STOPS: usize = 64;
 pub const MAX_STOP_BYTES: usize = 1024;
 /// Higher temperatures only produce noise.
 pub const MAX_TEMPERATURE: f32 = 100.0;
+/// A repeat penalty beyond this leaves nothing of what was said once.
+pub const REPEAT_PENALTY_MAX: f32 = 100.0;
+/// Presence and frequency penalties are no farther from 0, as in the API that has them.
+pub const PENALTY_MAX: f32 = 2.0;
+/// Nor is a logit's bias farther than this, unless it bans the token.
+pub const LOGIT_BIAS_MAX: f32 = 100.0;
+/// Tokens that have a bias.
+pub const LOGIT_BIASES_MAX: usize = 1024;
+/// Most likely tokens whose log probabilities are told, as in the API that has them.
+pub const LOGPROBS_MAX: usize = 20;
 /// Bytes of a prompt that is read: more than any context holds.
 pub const MAX_PROMPT_BYTES: u64 = 256 << 20;
 /// Threads that read headers.

@@ -19,7 +19,8 @@ use millstream::checkpoint::Checkpoint;
 use millstream::checkpoint::convert::{Width, Widths};
 use millstream::engine::kvfile::Storage;
 use millstream::engine::sampler::Sampling;
-use millstream::engine::{DraftRule, DraftSource, Engine, EngineConfig, GuessFrom, GuessRule, Job};
+use millstream::engine::shaping::{Bias, Penalties, Scored, Scores};
+use millstream::engine::{DraftRule, DraftSource, Engine, EngineConfig, GuessFrom, GuessRule, Job, Shaping};
 use millstream_io::IoMode;
 
 /// Counts every allocation of the process, whatever thread makes it.
@@ -128,7 +129,11 @@ fn allocations(mut engine: Engine, arithmetic: &Arithmetic, sampling: Sampling) 
     let job = Job { prompt, max_tokens: TOKENS, sampling, stop_ids: vec![] };
     let (mut tokens, mut before, mut after) = (0, 0, 0);
     let show = std::env::var_os("NO_ALLOC_BACKTRACE").is_some();
-    let outcome = engine.generate(&job, &AtomicBool::new(false), &mut |_| {
+    // Of everything that shapes logits a little.
+    let penalties = Penalties { repeat: 1.01, repeat_last: Some(8), presence: 0.01, frequency: 0.01 };
+    let (bias, take) = (vec![Bias { id: 3, value: 0.5 }], &mut |_: &Scored| {});
+    let mut shaping = Shaping { penalties, bias, scores: Some(Scores { top: 5, take }), ..Shaping::default() };
+    let mut on_token = |_| {
         tokens += 1;
         match tokens {
             2 => {
@@ -142,7 +147,8 @@ fn allocations(mut engine: Engine, arithmetic: &Arithmetic, sampling: Sampling) 
             _ => {}
         }
         ControlFlow::Continue(())
-    });
+    };
+    let outcome = engine.generate_shaped(&job, &mut shaping, &AtomicBool::new(false), &mut on_token, &mut ());
     assert_eq!(outcome.unwrap().ids.len(), TOKENS);
     assert!(before > 0, "the counter counts");
     let accepted = engine.stats().draft.map_or(0, |draft| draft.accepted);

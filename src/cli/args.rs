@@ -21,6 +21,7 @@ use super::machine::Machine;
 use super::numa::Numa;
 use super::plan::PlanArgs;
 use super::profile::ProfileArgs;
+use super::shaping::ShapingArgs;
 use super::size;
 use super::sweep::SweepArgs;
 use super::synth::SynthArgs;
@@ -116,6 +117,9 @@ pub struct RunArgs {
     /// Choose among tokens at least this fraction as likely as the most likely one [default: 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub min_p: Option<f32>,
+    /// What makes single tokens more or less likely.
+    #[command(flatten)]
+    pub shaping: ShapingArgs,
     /// Same seed, same answer; -1 is another each time [default: -1; it is shown]
     #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed)]
     pub seed: Option<Seed>,
@@ -627,7 +631,7 @@ pub fn parse_rate(text: &str) -> Result<f64, String> {
     }
 }
 
-fn in_range(text: &str, min: usize, max: usize) -> Result<usize, String> {
+pub(super) fn in_range(text: &str, min: usize, max: usize) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if (min..=max).contains(&n) => Ok(n),
         _ => Err(format!("it must be a whole number from {min} to {max}")),

@@ -19,6 +19,7 @@ use super::args::{self, Chunk, EngineArgs, KernelChoice, Ram, RunArgs, Seed, Wid
 use super::machine::Machine;
 use super::numa;
 use super::reading::{Asked, Reading};
+use super::shaping::Shape;
 use super::tuning::{Lookup, Profile};
 use super::usage::UsageChoice;
 
@@ -78,6 +79,8 @@ pub struct RunConfig {
     pub model: ModelChoice,
     /// How tokens are chosen.
     pub sampling: Sampling,
+    /// What else has a say in it.
+    pub shape: Shape,
     /// How many there may be.
     pub max_tokens: MaxTokens,
     /// Tokens of context asked for.
@@ -125,6 +128,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     let mut settings = Settings(Vec::new());
     let model = decide_model(args, machine, &mut settings)?;
     let sampling = decide_sampling(args, &mut settings)?;
+    let shape = Shape::decide(args, &mut settings)?;
     let max_tokens = match args.max_tokens {
         None => MaxTokens::AtMost(MAX_TOKENS_DEFAULT),
         Some(-1) => MaxTokens::Context,
@@ -172,6 +176,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
     Ok(RunConfig {
         model,
         sampling,
+        shape,
         max_tokens,
         context: args.ctx_size,
         stops: args.stop.clone(),
@@ -471,7 +476,7 @@ fn decide_drafts(args: &RunArgs, settings: &mut Settings) -> DraftRule {
 }
 
 /// 0.7 and not 0.699999988079071.
-fn shortest(x: f32) -> f64 {
+pub(super) fn shortest(x: f32) -> f64 {
     x.to_string().parse().unwrap_or(f64::from(x))
 }
 
@@ -485,14 +490,14 @@ fn stop_failure(error: StopError) -> Failure {
     Failure::usage(error.to_string()).hint("--stop takes the text the answer shall end before")
 }
 
-fn flag_or_default<T>(flag: &Option<T>) -> &'static str {
+pub(super) fn flag_or_default<T>(flag: &Option<T>) -> &'static str {
     if flag.is_some() { "flag" } else { "default" }
 }
 
-struct Settings(Vec<Setting>);
+pub(super) struct Settings(Vec<Setting>);
 
 impl Settings {
-    fn add(&mut self, name: &'static str, value: impl Into<Json>, origin: impl Into<String>) {
+    pub(super) fn add(&mut self, name: &'static str, value: impl Into<Json>, origin: impl Into<String>) {
         self.0.push(Setting { name, value: value.into(), origin: origin.into() });
     }
 

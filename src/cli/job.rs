@@ -77,6 +77,7 @@ pub fn prepare(args: &RunArgs, machine: &Machine) -> Result<Option<Prepared>, Fa
         (None, None) => return Err(prompt::tokenizer_failure(&TokenizerError::Missing { dir })),
     };
     let (stop_ids, stops) = split_stops(&config, tokenizer.as_ref(), ends_turn(args, &checkpoint.arch))?;
+    config.shape.find_tokens(tokenizer.as_ref(), checkpoint.arch.vocab)?;
     let (context, max_tokens) = config.fit(prompt.len(), longest)?;
     let (usage, warning) = Usage::open(&config.usage, &checkpoint, machine);
     warning.iter().for_each(|line| render::note(args.quiet, line));

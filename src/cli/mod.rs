@@ -27,6 +27,7 @@ mod prompt;
 pub mod reading;
 pub mod render;
 mod run;
+mod shaping;
 pub mod size;
 mod svg;
 mod sweep;

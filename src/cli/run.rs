@@ -8,8 +8,9 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use crate::checkpoint::Checkpoint;
+use crate::engine::shaping::Scored;
 use crate::engine::stats::Stats;
-use crate::engine::{Engine, EngineError, Finish, Guess, Job, Loaded, Observer, Outcome};
+use crate::engine::{Engine, EngineError, Finish, Guess, Job, Loaded, Observer, Outcome, Shaping};
 use crate::store::trace::Recorder;
 
 use super::advice::Known;
@@ -18,6 +19,7 @@ use super::config::RunConfig;
 use super::job::{self, Prepared};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
+use super::shaping::Logprobs;
 use super::{Done, Failure, hanging, interrupt, kvfile, notes, numa, output, render, size};
 
 /// Runs one generation.
@@ -72,7 +74,10 @@ pub fn perform(
     let out = std::io::stdout().lock();
     let mut printer = Printer::new(witness.show, out, tokenizer.as_ref(), &job.stop_ids, stops, job.max_tokens);
     engine.set_watch(hanging::watch_reads(interrupted.clone(), args.quiet));
-    let outcome = generate(&mut engine, &job, &interrupted, &mut printer, args.quiet, witness);
+    let mut logprobs = Logprobs::new(&config.shape, job.max_tokens);
+    let mut take = |scored: &Scored| logprobs.take(scored);
+    let mut shaping = config.shape.shaping(&mut take);
+    let outcome = generate(&mut engine, &job, &mut shaping, &interrupted, &mut printer, args.quiet, witness);
     printer.finish();
     // Also of a run that was interrupted or failed: what was chosen was chosen.
     usage.update(&engine.store().usage()).iter().for_each(|line| render::note(args.quiet, line));
@@ -91,6 +96,7 @@ pub fn perform(
     stats.model.formats = formats;
     stats.advice = known.judge(&stats, None).map(|judgement| judgement.advice.to_string());
     stats.text = printer.text().to_owned();
+    stats.logprobs = config.shape.logprobs.map(|_| logprobs.told(tokenizer.as_ref()));
     stats.stop_string = printer.stopped_by().map(str::to_owned);
     drop(printer);
     // What cannot be written, a disk being full, must not cost the report.
@@ -154,6 +160,7 @@ fn loading_line(bytes: Option<(u64, u64)>, seconds: f64) -> String {
 fn generate<W: Write>(
     engine: &mut Engine,
     job: &Job,
+    shaping: &mut Shaping,
     interrupted: &AtomicBool,
     printer: &mut Printer<'_, W>,
     quiet: bool,
@@ -179,7 +186,7 @@ fn generate<W: Write>(
         }
         printer.token(id)
     };
-    engine.generate_observed(job, interrupted, &mut on_token, &mut looking_on)
+    engine.generate_shaped(job, shaping, interrupted, &mut on_token, &mut looking_on)
 }
 
 /// Records what routers choose, and says how far the prompt has been read.

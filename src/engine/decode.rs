@@ -9,7 +9,7 @@ use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 
 use super::drafts::Tools;
-use super::{Engine, EngineError, Finish, Job};
+use super::{Engine, EngineError, Finish, Job, Shaping};
 use crate::forward::{ForwardError, Logits, Observer, Step};
 use crate::meter::Stage;
 use crate::store::StoreError;
@@ -41,6 +41,7 @@ impl Engine {
     pub(super) fn decode(
         &mut self,
         job: &Job,
+        shaping: &mut Shaping,
         cancel: &AtomicBool,
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
         observer: &mut dyn Observer,
@@ -49,23 +50,25 @@ impl Engine {
         if job.max_tokens == 0 {
             return Ok(Finish::Length);
         }
-        let mut id = self.choose(job)?;
+        let mut id = self.choose(job, shaping)?;
         loop {
-            if let Some(finish) = self.give(id, job, on_token, ids) {
+            if let Some(finish) = self.give(id, job, shaping, on_token, ids)? {
                 return Ok(finish);
             }
             // As many tokens as may follow the one that this step finds in any case.
             let room = (job.max_tokens - ids.len()).min(self.context() - self.kv.len()) - 1;
             let began = self.meter.wall();
-            self.draft(id, job, room)?;
+            if !self.force(id, shaping.forced()?, room) {
+                self.draft(id, job, room)?;
+            }
             self.drafted_step(cancel, observer)?;
             self.drafts.observe((self.meter.wall() - began).as_secs_f64());
             loop {
-                id = self.choose(job)?;
+                id = self.choose(job, shaping)?;
                 if !self.drafts.is_next(id) {
                     break;
                 }
-                if let Some(finish) = self.give(id, job, on_token, ids) {
+                if let Some(finish) = self.give(id, job, shaping, on_token, ids)? {
                     self.drafts.end();
                     return Ok(finish);
                 }
@@ -75,6 +78,12 @@ impl Engine {
             }
             self.follow();
         }
+    }
+
+    /// Drafts what must follow `id`, up to `most` tokens of it. Whether anything must.
+    fn force(&mut self, id: u32, forced: &[u32], most: usize) -> bool {
+        let Engine { model, state, meter, drafts, .. } = self;
+        drafts.force(model, state, meter, id, forced, most)
     }
 
     /// Drafts up to `most` tokens that may follow `id`.
@@ -93,10 +102,10 @@ impl Engine {
     }
 
     /// The token that follows the last position.
-    fn choose(&mut self, job: &Job) -> Result<u32, EngineError> {
+    fn choose(&mut self, job: &Job, shaping: &mut Shaping) -> Result<u32, EngineError> {
         let (row, vocab, position) = (self.drafts.row, self.model.arch.vocab, self.kv.len());
         let logits = &self.state.logits()[row * vocab..][..vocab];
-        let id = self.sampler.sample(logits, &job.sampling, position as u64)?;
+        let id = self.shaper.choose(&mut self.sampler, logits, &job.sampling, shaping, position as u64)?;
         self.meter.lap(Stage::Sample);
         Ok(id)
     }
@@ -106,23 +115,28 @@ impl Engine {
         &mut self,
         id: u32,
         job: &Job,
+        shaping: &mut Shaping,
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
         ids: &mut Vec<u32>,
-    ) -> Option<Finish> {
+    ) -> Result<Option<Finish>, EngineError> {
         if job.stop_ids.contains(&id) {
-            return Some(Finish::Stop);
+            return Ok(Some(Finish::Stop));
         }
         ids.push(id);
         self.drafts.push(id);
+        self.shaper.push(id, shaping)?;
         if ids.len() == 1 {
             self.times.first_token = Some(self.meter.wall());
         }
         let go_on = on_token(id);
         self.meter.lap(Stage::Other);
         if go_on.is_break() {
-            return Some(Finish::StopString);
+            return Ok(Some(Finish::StopString));
         }
-        (ids.len() == job.max_tokens || self.kv.len() == self.context()).then_some(Finish::Length)
+        if shaping.has_ended() {
+            return Ok(Some(Finish::Stop));
+        }
+        Ok((ids.len() == job.max_tokens || self.kv.len() == self.context()).then_some(Finish::Length))
     }
 
     /// Puts the run of drafts through the model; after that the first of it is the last position of the cache.

@@ -9,6 +9,7 @@ use super::config::{DEFAULT_PREFILL_ROWS, Memory};
 use super::drafts::{DraftRule, DraftSource, Drafts};
 use super::kvfile::KvFile;
 use super::sampler::Sampler;
+use super::shaping::Shaper;
 use super::space::unheld;
 use super::{EngineConfig, EngineError, context_of, experts, forms_of, rows, scales, sparse_of};
 use crate::checkpoint::convert::{Width, Widths};
@@ -243,6 +244,7 @@ impl Parts<'_> {
         Drafts::new(drafts, arch, context, no_position, &mut room);
         rope_of(arch, context, &mut room);
         room.add(Sampler::bytes(arch.vocab));
+        Shaper::new(arch.vocab, context, &mut room);
         if config.timeline {
             room.add(TIMELINE_EVENTS_MAX * (size_of::<Lap>() + size_of::<ReadRecord>()));
         }

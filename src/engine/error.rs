@@ -4,6 +4,7 @@ use millstream_io::IoError;
 use thiserror::Error;
 
 use super::budget::{Bound, TooSmall};
+use super::constraint::ConstraintError;
 use super::sampler::{SampleError, SamplingError};
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::mirror::MirrorError;
@@ -114,6 +115,9 @@ pub enum EngineError {
     /// No token could be chosen.
     #[error(transparent)]
     Sample(#[from] SampleError),
+    /// What constrains an answer cannot say how it goes on.
+    #[error("the grammar cannot go on: {0}")]
+    Constraint(#[from] ConstraintError),
 }
 
 impl EngineError {
@@ -125,6 +129,7 @@ impl EngineError {
     /// Whether the model's files are at fault, so that other copies of them would do.
     pub fn blames_files(&self) -> bool {
         match self {
+            EngineError::Sample(SampleError::AllBanned { .. }) => false,
             EngineError::Checkpoint(_) | EngineError::Table(_) | EngineError::Sample(_) | EngineError::Damaged(_) => {
                 true
             }
@@ -151,6 +156,9 @@ impl EngineError {
             | EngineError::Forward(ForwardError::Store(StoreError::Unfit(_))) => Some(
                 "this shard is damaged: convert or fetch it again; `millstream doctor --deep -m DIR` lists what else is".into(),
             ),
+            EngineError::Sample(SampleError::AllBanned { .. }) => {
+                Some("--logit-bias bans every token, or every one that may come next".into())
+            }
             // Good weights and good arithmetic never come to this: see the assertions of `limits`.
             EngineError::Forward(ForwardError::NotFinite { .. }) | EngineError::Sample(_) => Some(
                 "weights are damaged or a scale is wrong: `millstream doctor --deep -m DIR` says where; convert or fetch the \

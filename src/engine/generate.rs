@@ -9,7 +9,7 @@ use super::overlap::Readings;
 use super::rows::chunk_of;
 use super::sampler::Sampling;
 use super::stats::Fetched;
-use super::{Engine, EngineError};
+use super::{Engine, EngineError, Shaping};
 use crate::forward::{self, ForwardError, KvCache, Logits, Observed, Observer, Step};
 use crate::meter::Stage;
 
@@ -29,7 +29,7 @@ pub struct Job {
 /// Why a generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {
-    /// The model chose a stop token.
+    /// The model chose a stop token, or the answer is whole by its constraint.
     Stop,
     /// The token limit or the end of the context.
     Length,
@@ -89,16 +89,30 @@ impl Engine {
         on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
         observer: &mut dyn Observer,
     ) -> Result<Outcome, EngineError> {
+        self.generate_shaped(job, &mut Shaping::default(), cancel, on_token, observer)
+    }
+
+    /// As [`Engine::generate_observed`], with an answer that `shaping` has a say in.
+    pub fn generate_shaped(
+        &mut self,
+        job: &Job,
+        shaping: &mut Shaping,
+        cancel: &AtomicBool,
+        on_token: &mut dyn FnMut(u32) -> ControlFlow<()>,
+        observer: &mut dyn Observer,
+    ) -> Result<Outcome, EngineError> {
         self.check(job)?;
+        shaping.check(self.model.arch.vocab)?;
         self.begin(job.prompt.len());
         self.drafts.begin(&job.prompt);
+        self.shaper.begin(&job.prompt, &shaping.penalties);
         // The longest answer is known here, so that no token has to make room for the next.
         let mut ids = Vec::with_capacity(job.max_tokens.min(self.context()));
         let kept = self.take_kept(&job.prompt);
         observer.kept(kept);
         let result = self
             .prefill(&job.prompt[kept..], cancel, observer)
-            .and_then(|()| self.decode(job, cancel, on_token, observer, &mut ids));
+            .and_then(|()| self.decode(job, shaping, cancel, on_token, observer, &mut ids));
         let finish = self.end(result);
         self.end_kept(&finish);
         self.times.tokens = ids.len();

@@ -3,6 +3,7 @@
 mod auto;
 pub mod budget;
 pub mod config;
+pub mod constraint;
 mod decode;
 mod divided;
 mod drafts;
@@ -18,6 +19,7 @@ pub mod quality;
 mod rows;
 pub mod sampler;
 mod scales;
+pub mod shaping;
 pub mod space;
 mod spread;
 pub mod stats;
@@ -60,6 +62,8 @@ use generate::Times;
 pub use generate::{Finish, Job, Outcome};
 use kvfile::KvFile;
 use sampler::Sampler;
+use shaping::Shaper;
+pub use shaping::Shaping;
 use switches::Turning;
 pub use switches::{Switch, Switches};
 
@@ -77,6 +81,7 @@ pub struct Engine {
     state: State,
     meter: Meter,
     sampler: Sampler,
+    shaper: Shaper,
     prompt_form: Form,
     decode_form: Form,
     prefill_rows: usize,
@@ -204,6 +209,7 @@ impl Engine {
             state: State::new(kernels, &arch, step_rows, drafts.rule.rows(), context, config.threads, explicit, room),
             meter: Meter::with_timeline(kept),
             sampler: Sampler::new(arch.vocab),
+            shaper: Shaper::new(arch.vocab, context, room),
             prompt_form,
             decode_form,
             prefill_rows: rows,

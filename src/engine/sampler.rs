@@ -79,6 +79,12 @@ pub enum SampleError {
         /// Position of the token to be chosen.
         position: u64,
     },
+    /// Every token is banned.
+    #[error("no token may follow at position {position}: all are banned")]
+    AllBanned {
+        /// Position of the token to be chosen.
+        position: u64,
+    },
 }
 
 /// Chooses tokens. Its scratch memory is sized once; choosing allocates nothing.
@@ -109,7 +115,16 @@ impl Sampler {
 
     /// Chooses the token for `position` (number of tokens before it) from `logits`, one for each id.
     pub fn sample(&mut self, logits: &[f32], sampling: &Sampling, position: u64) -> Result<u32, SampleError> {
-        let best = argmax(logits, position)?;
+        check_finite(logits, position)?;
+        self.sample_allowed(logits, sampling, position)
+    }
+
+    /// As [`Sampler::sample`], from logits that were finite before tokens were banned: those are -inf, and never chosen.
+    pub fn sample_allowed(&mut self, logits: &[f32], sampling: &Sampling, position: u64) -> Result<u32, SampleError> {
+        let best = largest(logits);
+        if logits[best as usize] == f32::NEG_INFINITY {
+            return Err(SampleError::AllBanned { position });
+        }
         if sampling.temperature == 0.0 || sampling.top_k == 1 {
             return Ok(best);
         }
@@ -183,18 +198,24 @@ fn better(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
 
-/// The id of the largest logit, of equal ones the lowest. Anything but finite numbers is an error.
-pub fn argmax(logits: &[f32], position: u64) -> Result<u32, SampleError> {
+/// Refuses anything but finite numbers, and none.
+pub fn check_finite(logits: &[f32], position: u64) -> Result<(), SampleError> {
+    match (0u32..).zip(logits).find(|(_, value)| !value.is_finite()) {
+        Some((token, &value)) => Err(SampleError::NotFinite { token, value, position }),
+        None if logits.is_empty() => Err(SampleError::Empty { position }),
+        None => Ok(()),
+    }
+}
+
+/// The id of the largest logit, of equal ones the lowest.
+fn largest(logits: &[f32]) -> u32 {
     let mut best = 0;
-    for (token, value) in (0u32..).zip(logits) {
-        if !value.is_finite() {
-            return Err(SampleError::NotFinite { token, value: *value, position });
-        }
+    for (id, value) in (0u32..).zip(logits) {
         if *value > logits[best as usize] {
-            best = token;
+            best = id;
         }
     }
-    if logits.is_empty() { Err(SampleError::Empty { position }) } else { Ok(best) }
+    best
 }
 
 /// The random number of `position` under `seed`, in [0, 1): output number `position` of SplitMix64, its upper 53 bits.
@@ -261,6 +282,21 @@ mod tests {
             }
         }
         assert_eq!(sampler.sample(&[], &warm(), 5), Err(SampleError::Empty { position: 5 }));
+    }
+
+    #[test]
+    fn what_is_banned_is_never_chosen() {
+        let no = f32::NEG_INFINITY;
+        let mut sampler = Sampler::new(5);
+        for sampling in [Sampling::greedy(), warm(), Sampling { top_k: 4, top_p: 0.99, min_p: 0.01, ..warm() }] {
+            for position in 0..200 {
+                let id = sampler.sample_allowed(&[no, 1.0, no, 0.0, no], &sampling, position).unwrap();
+                assert!(id == 1 || id == 3 && sampling.temperature > 0.0, "{id}");
+                assert_eq!(sampler.sample_allowed(&[no, no, no, -50.0, no], &sampling, position), Ok(3));
+            }
+            let error = sampler.sample_allowed(&[no; 5], &sampling, 4);
+            assert_eq!(error, Err(SampleError::AllBanned { position: 4 }));
+        }
     }
 
     #[test]

@@ -35,6 +35,9 @@ pub struct Stats {
     pub decode_steps: usize,
     /// Ids of the generated tokens.
     pub ids: Vec<u32>,
+    /// What the model thought of each of them, before temperature and all that shapes logits, where that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub logprobs: Option<Vec<TokenLogprob>>,
     /// The answer as shown.
     pub text: String,
     /// `stop`, `length` or `interrupted`.
@@ -83,6 +86,31 @@ pub struct Stats {
     /// What to change; filled in by who knows the machine and what was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
+}
+
+/// A token and how likely the model found it. Fields have the names that the API of OpenAI gives them.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct TopLogprob {
+    /// The token.
+    pub id: u32,
+    /// Its text, with U+FFFD for bytes that are no character by themselves; none without a tokenizer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token: Option<String>,
+    /// Its bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<Vec<u8>>,
+    /// Natural logarithm of its probability.
+    pub logprob: f64,
+}
+
+/// A token of the answer, and those that were most likely in its place.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct TokenLogprob {
+    /// The token.
+    #[serde(flatten)]
+    pub token: TopLogprob,
+    /// The most likely ones, best first.
+    pub top_logprobs: Vec<TopLogprob>,
 }
 
 /// The version of the field names, always 1.
@@ -301,6 +329,8 @@ pub struct DraftStats {
     pub accepted: u64,
     /// Share of them; none where nothing was drafted.
     pub acceptance: Option<f64>,
+    /// Of those accepted, what the grammar of the answer had no other way than.
+    pub forced: u64,
 }
 
 /// Experts asked for and bytes read by a part of a generation.
@@ -464,6 +494,7 @@ impl Engine {
             forwards: self.times.forwards,
             drafted: tally.drafted,
             accepted: tally.accepted,
+            forced: tally.forced,
             ..DraftStats::default()
         })
     }

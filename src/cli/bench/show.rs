@@ -192,7 +192,10 @@ fn object(report: &Report) -> Value {
     let mut settings: serde_json::Map<String, Value> =
         report.config.settings.iter().map(|s| (s.name.to_owned(), s.value.clone())).collect();
     // Nothing is chosen here.
-    for name in ["temp", "top-k", "top-p", "min-p", "seed", "max-tokens", "stop"] {
+    let sampling = ["temp", "top-k", "top-p", "min-p", "seed", "max-tokens", "stop"];
+    let shaping =
+        ["repeat-penalty", "repeat-last-n", "presence-penalty", "frequency-penalty", "logit-bias", "logprobs"];
+    for name in sampling.into_iter().chain(shaping) {
         settings.shift_remove(name);
     }
     json!({

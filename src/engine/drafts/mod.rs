@@ -30,6 +30,8 @@ pub enum DraftSource {
     Ngram,
     /// The model's MTP layer. As many as may be drafted.
     Mtp,
+    /// Nothing but the grammar of the answer, which drafts for every source where it knows one way only.
+    Grammar,
 }
 
 impl DraftSource {
@@ -39,6 +41,7 @@ impl DraftSource {
             DraftSource::Off => "off",
             DraftSource::Auto | DraftSource::Ngram => "ngram",
             DraftSource::Mtp => "mtp",
+            DraftSource::Grammar => "grammar",
         }
     }
 }
@@ -89,7 +92,7 @@ impl DraftRule {
     pub(super) fn rows(&self) -> usize {
         match self.source {
             DraftSource::Off => 1,
-            DraftSource::Auto | DraftSource::Ngram | DraftSource::Mtp => 1 + self.most,
+            DraftSource::Auto | DraftSource::Ngram | DraftSource::Mtp | DraftSource::Grammar => 1 + self.most,
         }
     }
 
@@ -110,6 +113,8 @@ pub(super) struct Tally {
     pub(super) drafted: u64,
     /// Of those, what the model chose too.
     pub(super) accepted: u64,
+    /// Of those, what a grammar had no other way than.
+    pub(super) forced: u64,
 }
 
 /// The source of drafts, and the tokens of the step that is to be made.
@@ -125,6 +130,8 @@ pub(super) struct Drafts {
     follows: bool,
     /// The current token, and what may follow it.
     pub(super) run: Vec<u32>,
+    /// Whether a grammar drafted it.
+    is_forced: bool,
     /// Of the last step, the row whose logits are those of the last position: the rows behind it were not accepted.
     pub(super) row: usize,
     pub(super) tally: Tally,
@@ -142,7 +149,7 @@ impl Drafts {
         let (mut ngram, mut mtp) = (None, None);
         let adapt = (rule.source == DraftSource::Auto).then(Adapt::new);
         match rule.source {
-            DraftSource::Off => {}
+            DraftSource::Off | DraftSource::Grammar => {}
             // The last token of an answer has no position in the context any more.
             DraftSource::Auto | DraftSource::Ngram => ngram = Some(Ngram::new(context + 1, room)),
             DraftSource::Mtp => mtp = Some(Mtp::new(arch, mtp_kv(), rule.rows(), room)),
@@ -157,6 +164,7 @@ impl Drafts {
             mtp,
             follows: false,
             run: room.empty(rule.rows()),
+            is_forced: false,
             row: 0,
             tally: Tally::default(),
         }
@@ -189,9 +197,9 @@ impl Drafts {
         }
     }
 
-    /// The step of [`Drafts::run`], and what drafted it, took so long.
+    /// The step of [`Drafts::run`], and what drafted it, took so long. What a grammar forces says nothing of others.
     pub(super) fn observe(&mut self, seconds: f64) {
-        if let Some(adapt) = &mut self.adapt {
+        if let Some(adapt) = self.adapt.as_mut().filter(|_| !self.is_forced) {
             adapt.observe(self.run.len() - 1, seconds);
         }
     }
@@ -258,6 +266,27 @@ impl Drafts {
         self.run.truncate(1 + length);
     }
 
+    /// As [`Drafts::draft`] where what follows `token` is `forced`. Whether anything is.
+    pub(super) fn force(
+        &mut self,
+        model: &Model,
+        state: &mut State,
+        meter: &mut Meter,
+        token: u32,
+        forced: &[u32],
+        most: usize,
+    ) -> bool {
+        let count = forced.len().min(most).min(self.rule.rows() - 1);
+        self.is_forced = count > 0 && self.follows;
+        if self.is_forced {
+            self.prepare(model, state, meter, token, 1 + count);
+            self.run.clear();
+            self.run.push(token);
+            self.run.extend_from_slice(&forced[..count]);
+        }
+        self.is_forced
+    }
+
     /// Whether `id`, which was chosen to follow the last position, is what the step has in its next row.
     pub(super) fn is_next(&self, id: u32) -> bool {
         self.run.get(self.row + 1) == Some(&id)
@@ -266,7 +295,7 @@ impl Drafts {
     /// The next row of the step is one of the answer.
     pub(super) fn accept(&mut self) {
         self.row += 1;
-        self.tally.accepted += 1;
+        self.count_accepted();
     }
 
     /// The answer ends with the token of the next row, which has no row in the cache; what is behind it was drafted for no
@@ -274,6 +303,11 @@ impl Drafts {
     pub(super) fn end(&mut self) {
         let behind = self.run.len() - (self.row + 2);
         self.tally.drafted -= behind as u64;
+        self.count_accepted();
+    }
+
+    fn count_accepted(&mut self) {
         self.tally.accepted += 1;
+        self.tally.forced += u64::from(self.is_forced);
     }
 }
