@@ -21,6 +21,9 @@ pub mod pipeline {}
 #[doc = include_str!("caching.md")]
 pub mod caching {}
 
+#[doc = include_str!("sampling.md")]
+pub mod sampling {}
+
 #[doc = include_str!("speculation.md")]
 pub mod speculation {}
 
