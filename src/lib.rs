@@ -4,6 +4,7 @@ pub mod checkpoint;
 pub mod cli;
 pub mod engine;
 pub mod forward;
+pub mod grammar;
 pub mod kernels;
 pub mod limits;
 pub mod manual;

@@ -61,6 +61,22 @@ pub const LOGIT_BIAS_MAX: f32 = 100.0;
 pub const LOGIT_BIASES_MAX: usize = 1024;
 /// Most likely tokens whose log probabilities are told, as in the API that has them.
 pub const LOGPROBS_MAX: usize = 20;
+/// Bytes of a grammar or schema that is read.
+pub const MAX_GRAMMAR_BYTES: u64 = 4 << 20;
+/// States of the automaton that tells the terminals of a grammar, of 1 to 2 kB each.
+pub const GRAMMAR_STATES_MAX: usize = 50_000;
+/// What a grammar may take beside a trie of the vocabulary.
+pub const GRAMMAR_BYTES: u64 = 100 << 20;
+/// Longest token that a grammar leads to. No published vocabulary has a longer one.
+pub const GRAMMAR_TOKEN_BYTES_MAX: usize = 1024;
+/// Most bytes of all tokens: the trie of a grammar numbers its nodes with 22 bits, and has no more nodes than bytes.
+pub const GRAMMAR_VOCABULARY_BYTES_MAX: usize = (1 << 22) - 1;
+/// Rules of a grammar in GBNF.
+pub const GBNF_RULES_MAX: usize = 4096;
+/// Parentheses in each other there.
+pub const GBNF_NESTING_MAX: usize = 24;
+/// Times that a part is repeated there.
+pub const GBNF_REPEATS_MAX: u32 = 100_000;
 /// Bytes of a prompt that is read: more than any context holds.
 pub const MAX_PROMPT_BYTES: u64 = 256 << 20;
 /// Threads that read headers.

@@ -21,7 +21,8 @@ const ENGINE: &[(&str, &[&str])] = &[
     ("store", &["checkpoint", "kernels", "limits", "meter", "io"]),
     ("forward", &["checkpoint", "kernels", "limits", "meter", "model", "ops", "store"]),
     ("engine", &["checkpoint", "forward", "kernels", "limits", "meter", "model", "ops", "store", "io"]),
-    ("cli", &["checkpoint", "engine", "kernels", "limits", "meter", "model", "size", "store", "io"]),
+    ("grammar", &["engine", "limits", "model"]),
+    ("cli", &["checkpoint", "engine", "grammar", "kernels", "limits", "meter", "model", "size", "store", "io"]),
 ];
 
 /// The same for the crate that reads files.

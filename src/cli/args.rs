@@ -16,6 +16,7 @@ use crate::limits::{DRAFT_TOKENS_MAX, MAX_CONTEXT, MAX_THREADS, RAM_BYTES_MIN, R
 
 use super::bench::BenchArgs;
 use super::census::CensusArgs;
+use super::grammar::GrammarArgs;
 use super::info::InfoArgs;
 use super::machine::Machine;
 use super::numa::Numa;
@@ -120,6 +121,9 @@ pub struct RunArgs {
     /// What makes single tokens more or less likely.
     #[command(flatten)]
     pub shaping: ShapingArgs,
+    /// What the answer may be at all.
+    #[command(flatten)]
+    pub grammar: GrammarArgs,
     /// Same seed, same answer; -1 is another each time [default: -1; it is shown]
     #[arg(short, long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed)]
     pub seed: Option<Seed>,
@@ -130,11 +134,12 @@ pub struct RunArgs {
     #[arg(long)]
     pub ignore_eos: bool,
     /// Draft tokens that may come next and check several in one step, which changes no answer: off, ngram (what followed where
-    /// the text last went as it does now), mtp (the model's own layer for it), or auto (as ngram, as many as turn out to pay)
-    /// [default: off]
+    /// the text last went as it does now), mtp (the model's own layer for it), auto (as ngram, as many as turn out to pay), or
+    /// grammar (what --grammar or --json-schema has no other way than, without holding the answer to it) [default: off; with
+    /// a grammar, which the answer is held to then, what it has no other way than]
     #[arg(long, value_name = "SOURCE", value_parser = |text: &str| DRAFT.parse(text))]
     pub draft: Option<DraftSource>,
-    /// Most tokens drafted for a step, 1 to 32 [default: 8]
+    /// Most tokens drafted for a step, 1 to 32 [default: 8; 32 where only a grammar drafts]
     #[arg(long, visible_alias = "draft-n", value_name = "N", allow_negative_numbers = true,
           value_parser = |text: &str| in_range(text, 1, DRAFT_TOKENS_MAX))]
     pub draft_max: Option<usize>,
@@ -489,6 +494,7 @@ pub const DRAFT: Choices<DraftSource> = Choices(&[
     ("off", DraftSource::Off),
     ("ngram", DraftSource::Ngram),
     ("mtp", DraftSource::Mtp),
+    ("grammar", DraftSource::Grammar),
 ]);
 
 /// A switch of which nothing is decided by measuring.

@@ -11,8 +11,8 @@ use crate::checkpoint::convert::Widths;
 use crate::engine::config::DEFAULT_PREFILL_ROWS;
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
-use crate::engine::{Activations, AttentionForm, DraftRule, Dsa, EngineConfig, Memory};
-use crate::limits::{MAX_ROWS, PROGRAM_REST_BYTES, THREAD_BYTES, TOKENIZER_TIMES};
+use crate::engine::{Activations, AttentionForm, DraftRule, DraftSource, Dsa, EngineConfig, Memory};
+use crate::limits::{DRAFT_TOKENS_MAX, GRAMMAR_BYTES, MAX_ROWS, PROGRAM_REST_BYTES, THREAD_BYTES, TOKENIZER_TIMES};
 
 use super::Failure;
 use super::args::{self, Chunk, EngineArgs, KernelChoice, Ram, RunArgs, Seed, WidthArgs};
@@ -142,7 +142,7 @@ pub fn decide(args: &RunArgs, machine: &Machine) -> Result<RunConfig, Failure> {
         MaxTokens::Context => Json::from("context"),
     };
     settings.add("max-tokens", shown, flag_or_default(&args.max_tokens));
-    let drafts = decide_drafts(args, &mut settings);
+    let drafts = decide_drafts(args, &mut settings)?;
     StopMatcher::new(args.stop.clone()).map_err(stop_failure)?;
     settings.add("stop", args.stop.clone(), if args.stop.is_empty() { "default" } else { "flag" });
 
@@ -216,6 +216,11 @@ impl RunConfig {
     pub fn count_tokenizer(&mut self, dir: &Path) {
         let tokenizer = std::fs::metadata(dir.join("tokenizer.json"));
         self.program_bytes += tokenizer.map_or(0, |meta| meta.len()) * TOKENIZER_TIMES;
+    }
+
+    /// Counts what following a grammar may take.
+    pub fn count_grammar(&mut self) {
+        self.program_bytes += GRAMMAR_BYTES;
     }
 
     /// Takes from a tuning profile what was not asked for. Returns the line that names the profile.
@@ -468,11 +473,22 @@ fn decide_sampling(args: &RunArgs, settings: &mut Settings) -> Result<Sampling, 
     Ok(sampling)
 }
 
-fn decide_drafts(args: &RunArgs, settings: &mut Settings) -> DraftRule {
-    let rule = DraftRule { source: args.draft.unwrap_or_default(), most: args.draft_max.unwrap_or(DraftRule::MOST) };
+fn decide_drafts(args: &RunArgs, settings: &mut Settings) -> Result<DraftRule, Failure> {
+    let has_grammar = args.grammar.is_given();
+    settings.add("grammar", args.grammar.name(), if has_grammar { "flag" } else { "default" });
+    if args.draft == Some(DraftSource::Grammar) && !has_grammar {
+        return Err(
+            Failure::usage("--draft grammar: there is no grammar").hint("add --grammar FILE or --json-schema FILE")
+        );
+    }
+    let default = if has_grammar { DraftSource::Grammar } else { DraftSource::Off };
+    let source = args.draft.unwrap_or(default);
+    // What a grammar drafts is right, unless the answer is not held to it.
+    let most = if source == DraftSource::Grammar { DRAFT_TOKENS_MAX } else { DraftRule::MOST };
+    let rule = DraftRule { source, most: args.draft_max.unwrap_or(most) };
     settings.add("draft", args::DRAFT.name(rule.source), flag_or_default(&args.draft));
     settings.add("draft-max", rule.most, flag_or_default(&args.draft_max));
-    rule
+    Ok(rule)
 }
 
 /// 0.7 and not 0.699999988079071.

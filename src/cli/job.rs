@@ -1,6 +1,7 @@
 //! From flags to a generation that can begin: settings, model, prompt, context, and how failures on the way are told.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use crate::checkpoint::{Arch, Checkpoint};
 use crate::engine::stop::StopMatcher;
@@ -12,7 +13,7 @@ use super::args::{EngineArgs, ModelArgs, RunArgs, WidthArgs};
 use super::config::{self, ModelChoice, RunConfig};
 use super::machine::Machine;
 use super::usage::Usage;
-use super::{Failure, bundled, kvfile, output, prompt, render, tuning};
+use super::{Failure, bundled, grammar, kvfile, output, prompt, render, tuning};
 
 /// A generation of which everything is decided and nothing is loaded.
 pub struct Prepared {
@@ -25,9 +26,11 @@ pub struct Prepared {
     /// Its files.
     pub files: Files,
     /// Its tokenizer; with token ids in and out it may be missing.
-    pub tokenizer: Option<Tokenizer>,
+    pub tokenizer: Option<Arc<Tokenizer>>,
     /// What to generate.
     pub job: Job,
+    /// What the answer may be, where there is a grammar.
+    pub grammar: Option<grammar::Followed>,
     /// Texts that end the answer.
     pub stops: StopMatcher,
     /// Positions that prompt and answer need.
@@ -37,7 +40,8 @@ pub struct Prepared {
 /// What a generation with these flags reads, as far as the user named it. What comes with the program is in no danger: it
 /// is copied from or made anew.
 pub fn inputs(args: &RunArgs, machine: &Machine) -> Vec<PathBuf> {
-    let files = args.file.iter().chain(&args.kv).cloned();
+    let grammar = args.grammar.file().map(PathBuf::from);
+    let files = args.file.iter().chain(&args.kv).cloned().chain(grammar);
     model_dir(args, machine).into_iter().chain(args.engine.mirror.iter().cloned()).chain(files).collect()
 }
 
@@ -51,6 +55,7 @@ pub fn prepare(args: &RunArgs, machine: &Machine) -> Result<Option<Prepared>, Fa
     let mut config = config::decide(args, machine)?;
     config.check_memory(machine)?;
     let text = prompt::read_prompt(args)?;
+    let grammar = grammar::read(args)?;
     let typed_ids = if args.ids { Some(prompt::parse_ids(&text)?) } else { None };
     let inputs = inputs(args, machine);
     if let Some(path) = &args.timeline {
@@ -66,8 +71,9 @@ pub fn prepare(args: &RunArgs, machine: &Machine) -> Result<Option<Prepared>, Fa
     let dir = checkpoint.dir.clone();
     let files = Files { dir: dir.clone(), model: config.model.clone() };
     let longest = checkpoint.arch.max_context;
-    let tokenizer =
-        prompt::open_tokenizer(&dir, &checkpoint.arch, args.ids).map_err(|failure| files.blamed(failure))?;
+    let tokenizer = prompt::open_tokenizer(&dir, &checkpoint.arch, args.ids)
+        .map_err(|failure| files.blamed(failure))?
+        .map(Arc::new);
     let prompt = match (typed_ids, &tokenizer) {
         (Some(ids), _) => prompt::check_ids(ids, &checkpoint.arch)?,
         (None, Some(tokenizer)) => {
@@ -76,14 +82,19 @@ pub fn prepare(args: &RunArgs, machine: &Machine) -> Result<Option<Prepared>, Fa
         }
         (None, None) => return Err(prompt::tokenizer_failure(&TokenizerError::Missing { dir })),
     };
-    let (stop_ids, stops) = split_stops(&config, tokenizer.as_ref(), ends_turn(args, &checkpoint.arch))?;
-    config.shape.find_tokens(tokenizer.as_ref(), checkpoint.arch.vocab)?;
+    let (stop_ids, stops) = split_stops(&config, tokenizer.as_deref(), ends_turn(args, &checkpoint.arch))?;
+    let compile = |source| grammar::compile(&source, tokenizer.as_ref(), &stop_ids, args.draft);
+    let grammar = grammar.map(compile).transpose()?;
+    if grammar.is_some() {
+        config.count_grammar();
+    }
+    config.shape.find_tokens(tokenizer.as_deref(), checkpoint.arch.vocab)?;
     let (context, max_tokens) = config.fit(prompt.len(), longest)?;
     let (usage, warning) = Usage::open(&config.usage, &checkpoint, machine);
     warning.iter().for_each(|line| render::note(args.quiet, line));
     config.history = usage.before().to_vec();
     let job = Job { prompt, max_tokens, sampling: config.sampling, stop_ids };
-    Ok(Some(Prepared { config, usage, checkpoint, files, tokenizer, job, stops, context }))
+    Ok(Some(Prepared { config, usage, checkpoint, files, tokenizer, job, grammar, stops, context }))
 }
 
 /// Opens the model that `config` chose, and takes what was measured for it; none when its conversion was interrupted.

@@ -11,6 +11,7 @@ mod cold;
 pub mod config;
 mod convert;
 mod doctor;
+mod grammar;
 mod hanging;
 mod info;
 mod interrupt;

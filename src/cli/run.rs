@@ -16,11 +16,12 @@ use crate::store::trace::Recorder;
 use super::advice::Known;
 use super::args::RunArgs;
 use super::config::RunConfig;
+use super::grammar::Followed;
 use super::job::{self, Prepared};
 use super::machine::Machine;
 use super::printer::{Printer, Show};
 use super::shaping::Logprobs;
-use super::{Done, Failure, hanging, interrupt, kvfile, notes, numa, output, render, size};
+use super::{Done, Failure, grammar, hanging, interrupt, kvfile, notes, numa, output, render, size};
 
 /// Runs one generation.
 pub fn run(args: &RunArgs, machine: &Machine) -> Result<Done, Failure> {
@@ -63,7 +64,7 @@ pub fn perform(
     report: &mut dyn FnMut(&Stats, &RunConfig) -> Result<(), Failure>,
 ) -> Result<Done, Failure> {
     let known = Known::of(args, machine, &prepared);
-    let Prepared { config, usage, checkpoint, files, tokenizer, job, stops, context } = prepared;
+    let Prepared { config, usage, checkpoint, files, tokenizer, job, mut grammar, stops, context } = prepared;
     let formats = checkpoint.formats().map(|format| format.to_string()).collect();
     let interrupted = interrupt::watch()?;
     let opened = open(args, &config, machine, checkpoint, context, &interrupted).map_err(|e| files.failure(e))?;
@@ -72,11 +73,12 @@ pub fn perform(
         kvfile::keep(&mut engine, path).iter().for_each(|line| render::note(args.quiet, line));
     }
     let out = std::io::stdout().lock();
-    let mut printer = Printer::new(witness.show, out, tokenizer.as_ref(), &job.stop_ids, stops, job.max_tokens);
+    let mut printer = Printer::new(witness.show, out, tokenizer.as_deref(), &job.stop_ids, stops, job.max_tokens);
     engine.set_watch(hanging::watch_reads(interrupted.clone(), args.quiet));
     let mut logprobs = Logprobs::new(&config.shape, job.max_tokens);
     let mut take = |scored: &Scored| logprobs.take(scored);
     let mut shaping = config.shape.shaping(&mut take);
+    grammar.iter_mut().for_each(|grammar| grammar.shape(&mut shaping));
     let outcome = generate(&mut engine, &job, &mut shaping, &interrupted, &mut printer, args.quiet, witness);
     printer.finish();
     // Also of a run that was interrupted or failed: what was chosen was chosen.
@@ -96,7 +98,10 @@ pub fn perform(
     stats.model.formats = formats;
     stats.advice = known.judge(&stats, None).map(|judgement| judgement.advice.to_string());
     stats.text = printer.text().to_owned();
-    stats.logprobs = config.shape.logprobs.map(|_| logprobs.told(tokenizer.as_ref()));
+    stats.grammar = grammar.as_mut().map(Followed::stats);
+    let incomplete = stats.grammar.as_ref().and_then(|stats| grammar::incomplete(stats, outcome.finish));
+    incomplete.iter().for_each(|line| render::note(args.quiet, line));
+    stats.logprobs = config.shape.logprobs.map(|_| logprobs.told(tokenizer.as_deref()));
     stats.stop_string = printer.stopped_by().map(str::to_owned);
     drop(printer);
     // What cannot be written, a disk being full, must not cost the report.

@@ -78,6 +78,9 @@ pub struct Stats {
     /// What drafts were worth; none where nothing drafts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub draft: Option<DraftStats>,
+    /// How the answer followed its grammar, where it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub grammar: Option<GrammarStats>,
     /// What memory is used for.
     pub memory: MemoryStats,
     /// What bound the decode; none where nothing was decoded.
@@ -331,6 +334,27 @@ pub struct DraftStats {
     pub acceptance: Option<f64>,
     /// Of those accepted, what the grammar of the answer had no other way than.
     pub forced: u64,
+}
+
+/// The grammar of an answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct GrammarStats {
+    /// Whether the answer was held to it; otherwise it drafted only.
+    pub constrains: bool,
+    /// Whether the answer is one that it describes, and not the beginning of one.
+    pub complete: bool,
+    /// Tokens that were followed.
+    pub tokens: u32,
+    /// Of those, what it had no other way than.
+    pub forced: u32,
+    /// Times that it was asked what may come.
+    pub masks: u32,
+    /// Time to compile it, the vocabulary included.
+    pub compile_s: f64,
+    /// Time to tell what may come, added up.
+    pub mask_s: f64,
+    /// Longest of those times, in microseconds.
+    pub mask_max_us: f64,
 }
 
 /// Experts asked for and bytes read by a part of a generation.

@@ -193,8 +193,15 @@ fn object(report: &Report) -> Value {
         report.config.settings.iter().map(|s| (s.name.to_owned(), s.value.clone())).collect();
     // Nothing is chosen here.
     let sampling = ["temp", "top-k", "top-p", "min-p", "seed", "max-tokens", "stop"];
-    let shaping =
-        ["repeat-penalty", "repeat-last-n", "presence-penalty", "frequency-penalty", "logit-bias", "logprobs"];
+    let shaping = [
+        "repeat-penalty",
+        "repeat-last-n",
+        "presence-penalty",
+        "frequency-penalty",
+        "logit-bias",
+        "logprobs",
+        "grammar",
+    ];
     for name in sampling.into_iter().chain(shaping) {
         settings.shift_remove(name);
     }

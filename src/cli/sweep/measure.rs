@@ -78,7 +78,7 @@ struct Rig<'a> {
     quiet: bool,
     config: RunConfig,
     files: Files,
-    tokenizer: Option<Tokenizer>,
+    tokenizer: Option<Arc<Tokenizer>>,
     job: Job,
     stops: StopMatcher,
     context: usize,
@@ -99,7 +99,7 @@ pub fn measure(
     let mut arms: Vec<Arm> =
         values.iter().map(|&value| Arm { value, samples: Vec::with_capacity(rounds), failed: None }).collect();
     // Every generation begins with the same history, and none adds to it: it is the same run each time.
-    let Prepared { config, usage: _, checkpoint, files, tokenizer, job, stops, context } = prepared;
+    let Prepared { config, usage: _, checkpoint, files, tokenizer, job, grammar: _, stops, context } = prepared;
     let witness = Witness::open(checkpoint.tensors.paths(), machine.root()).map_err(|error| io_failure(&error))?;
     let formats = checkpoint.formats().map(|format| format.to_string()).collect();
     let stop = interrupt::watch()?;
@@ -158,7 +158,7 @@ impl Rig<'_> {
         let mut printer = Printer::new(
             Show::Nothing,
             std::io::sink(),
-            self.tokenizer.as_ref(),
+            self.tokenizer.as_deref(),
             &self.job.stop_ids,
             self.stops.clone(),
             self.job.max_tokens,
