@@ -31,13 +31,7 @@ impl Engine {
         observer: &mut dyn Observer,
     ) -> Result<Finish, EngineError> {
         let Forced { keep, prompt, answer } = *forced;
-        let (tokens, context) = (keep + prompt.len() + answer.len(), self.context());
-        if tokens > context {
-            return Err(EngineError::PromptTooLong { tokens, context });
-        }
-        if keep > self.kv.len() {
-            return Err(EngineError::NothingToKeep { keep, positions: self.kv.len() });
-        }
+        self.check_keep(keep, prompt.len() + answer.len())?;
         self.check_vocabulary(prompt)?;
         self.check_vocabulary(answer)?;
         self.begin_after(keep, prompt.len());

@@ -128,7 +128,7 @@ impl Engine {
     pub fn score_observed(&mut self, tokens: &[u32], observer: &mut dyn Observer) -> Result<Vec<f32>, EngineError> {
         let mut scores = Vec::with_capacity(tokens.len() * self.model.arch.vocab);
         let take = &mut |logits: &[f32]| scores.extend_from_slice(logits);
-        self.score_chunks(tokens, &AtomicBool::new(false), observer, take)?;
+        self.score_chunks(0, tokens, &AtomicBool::new(false), observer, take)?;
         Ok(scores)
     }
 
@@ -140,7 +140,19 @@ impl Engine {
         cancel: &AtomicBool,
         take: &mut dyn FnMut(&[f32]),
     ) -> Result<Finish, EngineError> {
-        match self.score_chunks(tokens, cancel, &mut (), take) {
+        self.score_behind(0, tokens, cancel, take)
+    }
+
+    /// As [`Engine::score_to`], behind the first `keep` positions of the context, which are not computed again. A logit has the
+    /// bits that it would have where all of it were scored at once.
+    pub fn score_behind(
+        &mut self,
+        keep: usize,
+        tokens: &[u32],
+        cancel: &AtomicBool,
+        take: &mut dyn FnMut(&[f32]),
+    ) -> Result<Finish, EngineError> {
+        match self.score_chunks(keep, tokens, cancel, &mut (), take) {
             Err(error) if error.is_stop() => Ok(Finish::Interrupted),
             other => other.map(|()| Finish::Length),
         }
@@ -148,13 +160,15 @@ impl Engine {
 
     fn score_chunks(
         &mut self,
+        keep: usize,
         tokens: &[u32],
         cancel: &AtomicBool,
         observer: &mut dyn Observer,
         take: &mut dyn FnMut(&[f32]),
     ) -> Result<(), EngineError> {
         self.check_ids(tokens)?;
-        self.begin(tokens.len());
+        self.check_keep(keep, tokens.len())?;
+        self.begin_after(keep, tokens.len());
         let form = self.prompt_form;
         let result = tokens.chunks(self.scored_rows()).try_for_each(|chunk| {
             self.observed_step(&Step { tokens: chunk, form, logits: Logits::All, cancel }, observer)?;
@@ -307,6 +321,18 @@ impl Engine {
             return Err(EngineError::PromptTooLong { tokens: tokens.len(), context: self.context() });
         }
         self.check_vocabulary(tokens)
+    }
+
+    /// Refuses to go on behind positions that are not there, and beyond the end of the context.
+    pub(super) fn check_keep(&self, keep: usize, more: usize) -> Result<(), EngineError> {
+        let (tokens, context, positions) = (keep + more, self.context(), self.kv.len());
+        if tokens > context {
+            return Err(EngineError::PromptTooLong { tokens, context });
+        }
+        if keep > positions {
+            return Err(EngineError::NothingToKeep { keep, positions });
+        }
+        Ok(())
     }
 
     /// Refuses ids that the model has no embedding for.

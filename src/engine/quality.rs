@@ -1,5 +1,9 @@
 //! What a model's logits say of a text, and how far they are from those of another precision. Pure arithmetic, in f64.
 
+mod likelihood;
+
+pub use likelihood::{Likelihood, surprise};
+
 /// A window of text, scored from an empty context by two models.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Window {
@@ -13,6 +17,8 @@ pub struct Window {
     pub nll: f64,
     /// By the one it is compared with.
     pub base_nll: f64,
+    /// How much more probable each predicted token is to the model that is compared, as a share of one.
+    pub changes: Vec<f64>,
 }
 
 /// Logits that are no distribution: one is no number or plus infinity, or all are minus infinity.
@@ -36,9 +42,11 @@ impl Window {
         self.divergences.push(divergence(base, base_sum, other, sum));
         self.same += usize::from(best(base) == best(other));
         if let Some(next) = next {
+            let (nll, base_nll) = (sum - f64::from(other[next as usize]), base_sum - f64::from(base[next as usize]));
             self.tokens += 1;
-            self.nll += sum - f64::from(other[next as usize]);
-            self.base_nll += base_sum - f64::from(base[next as usize]);
+            self.nll += nll;
+            self.base_nll += base_nll;
+            self.changes.push((-nll).exp() - (-base_nll).exp());
         }
         Ok(())
     }
@@ -159,10 +167,11 @@ mod tests {
         let (p, q) = (logits(&[0.5, 0.25, 0.25], 3.0), logits(&[0.25, 0.5, 0.25], -8.0));
         let mut window = Window::default();
         window.add(&p, &q, Some(1)).unwrap();
-        // 0.5 ln 2 - 0.25 ln 2; the token has a half in one and a quarter in the other.
+        // 0.5 ln 2 - 0.25 ln 2; the token has a quarter in the base and a half in the other.
         assert!(close(window.divergences[0], 0.25 * 2f64.ln()), "{window:?}");
         assert!(close(window.nll, 2f64.ln()) && close(window.base_nll, 4f64.ln()));
         assert_eq!((window.same, window.tokens), (0, 1));
+        assert!(close(window.changes[0], 0.25), "{window:?}");
         window.add(&q, &q, None).unwrap();
         assert!(window.divergences[1].abs() < 1e-12);
         assert_eq!((window.same, window.tokens), (1, 1));
