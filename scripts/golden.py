@@ -5,6 +5,8 @@
     golden.py make       --model DIR --prompts FILE --out DIR     write vectors for the prompts of FILE that go sparse
     golden.py rounding   --model DIR --reference DIR --out DIR    how far stored logits are from those of float64
     golden.py perplexity --model DIR --windows FILE --out DIR     write the negative log likelihood of each window
+    golden.py evaluate   --model DIR --windows FILE --questions FILE --out DIR
+                                                                  write what `millstream eval` must find (evaluate.json)
 
 An olmoe directory has no indexer, so its prompts never go sparse: `make` wants `--dense` for it.
 
@@ -33,7 +35,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as hf
 
 FP8_BLOCK = 128
@@ -287,11 +289,71 @@ def perplexity(a):
     print("perplexity", math.exp(sum(nll) / tokens))
 
 
+def scored(reference, ids, length, step, first, count):
+    """negative log likelihoods of the scored tokens of each window, as perplexity.cpp takes them"""
+    windows = []
+    for i in range(count):
+        window = ids[i * step : i * step + length]
+        log_p = reference.logits(window)[first:-1].double().log_softmax(-1)
+        windows.append((-log_p.gather(1, torch.tensor(window[first + 1 :])[:, None])[:, 0]).tolist())
+    return windows
+
+
+def summary(windows, **of):
+    """mean and standard error of perplexity.cpp: its tokens count as independent"""
+    nll, tokens, running = [x for w in windows for x in w], 0, []
+    for i in range(len(windows)):
+        part = [x for w in windows[: i + 1] for x in w]
+        running.append(math.exp(sum(part) / len(part)))
+    tokens, mean = len(nll), sum(nll) / len(nll)
+    variance = sum(x * x for x in nll) / tokens - mean * mean
+    return {**of, "tokens": tokens, "nll_per_window": [sum(w) for w in windows], "running": running, "nll_per_token": mean,
+            "perplexity": math.exp(mean), "perplexity_error": math.sqrt(variance / (tokens - 1)) * math.exp(mean)}
+
+
+def encode_pair(tokenizer, context, continuation):
+    """as lm-eval has it (TemplateLM._encode_pair)"""
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    spaces = len(context) - len(context.rstrip())
+    if spaces:
+        context, continuation = context[:-spaces], context[-spaces:] + continuation
+    whole, context = encode(context + continuation), encode(context)
+    return context, whole[len(context):]
+
+
+def choices(reference, tokenizer, questions):
+    results = []
+    for question in questions:
+        scores = []
+        for choice in question["choices"]:
+            context, continuation = encode_pair(tokenizer, question["context"], " " + choice)
+            ids = context + continuation
+            log_p = reference.logits(ids)[len(context) - 1 : -1].double().log_softmax(-1)
+            scores.append(float(log_p.gather(1, torch.tensor(continuation)[:, None]).sum()))
+        by_length = [score / len(choice) for score, choice in zip(scores, question["choices"])]
+        results.append({"log_likelihood": scores, "acc": float(np.argmax(scores) == question["answer"]),
+                        "acc_norm": float(np.argmax(by_length) == question["answer"])})
+    return {"results": results, "acc": np.mean([r["acc"] for r in results]), "acc_norm": np.mean([r["acc_norm"] for r in results])}
+
+
+def evaluate(a):
+    reference, _ = Reference(a.model), watch_indexers(a.topk == "stable")
+    ids = np.load(a.windows).astype(int).reshape(-1).tolist()
+    halves = summary(scored(reference, ids[:4096], 512, 512, 256, 8), window=512, first=256)
+    # A window of 256 and a stride of 64: perplexity.cpp makes it 288 and scores the last 64, of (1024 - 288 + 63) // 64 windows.
+    strided = summary(scored(reference, ids[:1024], 288, 64, 288 - 64 - 1, 12), window=288, first=223)
+    questions = [json.loads(line) for line in open(a.questions, encoding="utf-8")]
+    out = {"made_by": made_by(a.topk), "halves": halves, "strided": strided,
+           "choices": choices(reference, AutoTokenizer.from_pretrained(a.model), questions)}
+    json.dump(out, open(f"{a.out}/evaluate.json", "w"), indent=1)
+    print("halves", halves["perplexity"], "strided", strided["perplexity"], "acc", out["choices"]["acc"], out["choices"]["acc_norm"])
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sub = p.add_subparsers(dest="what", required=True)
     commands = {"verify": (verify, "torch"), "make": (make, "stable"), "rounding": (rounding, "stable"),
-                "perplexity": (perplexity, "stable")}
+                "perplexity": (perplexity, "stable"), "evaluate": (evaluate, "stable")}
     for name, (run, topk) in commands.items():
         s = sub.add_parser(name)
         s.set_defaults(run=run)
@@ -299,13 +361,15 @@ def main():
         s.add_argument("--topk", choices=["stable", "torch"], default=topk)
     for name in ("verify", "rounding"):
         sub.choices[name].add_argument("--reference", required=True)
-    for name in ("make", "rounding", "perplexity"):
+    for name in ("make", "rounding", "perplexity", "evaluate"):
         sub.choices[name].add_argument("--out", required=True)
     sub.choices["make"].add_argument("--prompts", required=True)
     sub.choices["make"].add_argument("--greedy", type=int, default=48, help="tokens of the greedy continuation")
     sub.choices["make"].add_argument("--router", help="prompt whose router choices are stored")
     sub.choices["make"].add_argument("--dense", action="store_true", help="also prompts that never go sparse")
-    sub.choices["perplexity"].add_argument("--windows", required=True, help=".npy of ids, one window a row")
+    for name in ("perplexity", "evaluate"):
+        sub.choices[name].add_argument("--windows", required=True, help=".npy of ids, one window a row")
+    sub.choices["evaluate"].add_argument("--questions", required=True, help="questions of `eval choices`, a JSON object a line")
     a = p.parse_args()
     torch.set_num_threads(2)
     with torch.no_grad():
