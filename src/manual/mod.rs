@@ -27,6 +27,9 @@ pub mod sampling {}
 #[doc = include_str!("speculation.md")]
 pub mod speculation {}
 
+#[doc = include_str!("evaluating.md")]
+pub mod evaluating {}
+
 #[doc = include_str!("profiling.md")]
 pub mod profiling {}
 
