@@ -130,6 +130,8 @@ pub const SWEEP_VALUES_MAX: usize = 64;
 pub const BENCH_TESTS_MAX: usize = 256;
 /// Bytes of a list of token ids that is read: ten million of them.
 pub const MAX_IDS_FILE_BYTES: u64 = 1 << 27;
+/// Questions that `eval choices` asks.
+pub const MAX_QUESTIONS: usize = 1 << 20;
 /// Ways of reading that `tune` tries in generations, besides the defaults.
 pub const CHALLENGERS_MAX: usize = 4;
 /// Most tokens of a generation of `tune`.

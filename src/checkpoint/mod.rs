@@ -13,7 +13,7 @@ pub mod convert;
 pub mod error;
 pub mod experts;
 pub mod finite;
-mod header;
+pub(crate) mod header;
 mod hint;
 mod identity;
 mod index;

@@ -67,6 +67,8 @@ pub enum Command {
     Profile(Box<ProfileArgs>),
     /// One generation under a range of values of one setting: what memory, or threads, are worth.
     Sweep(SweepArgs),
+    /// What the model makes of given tokens: perplexity of a text, questions with several answers, logits of a reference.
+    Eval(super::eval::EvalArgs),
     /// Which experts the router chooses: recorded, replayed over cache policies, drawn.
     Trace(super::trace::TraceArgs),
 }

@@ -69,7 +69,7 @@ pub fn prepare(args: &RunArgs, machine: &Machine) -> Result<Option<Prepared>, Fa
     }
     let Some(checkpoint) = open_checkpoint(args, &mut config, machine)? else { return Ok(None) };
     let dir = checkpoint.dir.clone();
-    let files = Files { dir: dir.clone(), model: config.model.clone() };
+    let files = Files::new(dir.clone(), config.model.clone());
     let longest = checkpoint.arch.max_context;
     let tokenizer = prompt::open_tokenizer(&dir, &checkpoint.arch, args.ids)
         .map_err(|failure| files.blamed(failure))?
@@ -141,6 +141,11 @@ pub struct Files {
 }
 
 impl Files {
+    /// Those of the model in `dir`, which was chosen like that.
+    pub fn new(dir: PathBuf, model: ModelChoice) -> Files {
+        Files { dir, model }
+    }
+
     /// A failure for which the files are to blame.
     fn blamed(&self, failure: Failure) -> Failure {
         match self.model {

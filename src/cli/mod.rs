@@ -11,6 +11,7 @@ mod cold;
 pub mod config;
 mod convert;
 mod doctor;
+mod eval;
 mod grammar;
 mod hanging;
 mod info;
@@ -156,6 +157,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         args::Command::Synth(synth_args) => synth::synth(synth_args),
         args::Command::Profile(profile_args) => profile::profile(profile_args, &machine),
         args::Command::Sweep(sweep_args) => sweep::sweep(sweep_args, &machine),
+        args::Command::Eval(eval_args) => eval::eval(eval_args, &machine),
         args::Command::Trace(trace_args) => trace::trace(trace_args, &machine),
     };
     match result {

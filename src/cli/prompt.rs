@@ -47,6 +47,22 @@ pub fn read_prompt(args: &RunArgs) -> Result<String, Failure> {
     Ok(text)
 }
 
+/// A text that is put through the model as it is; - is standard input.
+pub fn read_text(path: &Path) -> Result<String, Failure> {
+    let cannot = |cause: String| Failure::usage(format!("cannot read the text {}", path.display())).cause(cause);
+    let mut bytes = Vec::new();
+    let read = |source: &mut dyn Read, bytes: &mut Vec<u8>| source.take(MAX_PROMPT_BYTES + 1).read_to_end(bytes);
+    let length = if path == Path::new("-") {
+        read(&mut std::io::stdin(), &mut bytes)
+    } else {
+        std::fs::File::open(path).and_then(|mut file| read(&mut file, &mut bytes))
+    };
+    if length.map_err(|e| cannot(e.to_string()))? as u64 > MAX_PROMPT_BYTES {
+        return Err(cannot(format!("it is longer than {MAX_PROMPT_BYTES} bytes")));
+    }
+    String::from_utf8(bytes).map_err(|e| cannot(format!("it is not UTF-8: {e}")))
+}
+
 /// Token ids from a prompt that lists them.
 pub fn parse_ids(text: &str) -> Result<Vec<u32>, Failure> {
     let words = text.split(|c: char| c == ',' || c.is_whitespace()).filter(|word| !word.is_empty());

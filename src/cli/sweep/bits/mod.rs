@@ -13,7 +13,7 @@ use crate::checkpoint::Checkpoint;
 use crate::checkpoint::convert::{ConvertOptions, Planned, Width, planned};
 use crate::engine::quality::Quality;
 use crate::engine::{Activations, EngineConfig};
-use crate::limits::{MAX_PROMPT_BYTES, SWEEP_VALUES_MAX};
+use crate::limits::SWEEP_VALUES_MAX;
 use crate::model::tokenizer::Tokenizer;
 
 use crate::cli::args::{self, ModelArgs, Ram, RunArgs};
@@ -202,7 +202,7 @@ fn run_args(args: &BitsArgs) -> RunArgs {
 
 /// The text as windows of ids: whole ones, or the one that a short text is.
 fn windows(args: &BitsArgs, source: &Checkpoint, path: &Path) -> Result<Vec<Vec<u32>>, Failure> {
-    let text = read_text(path)?;
+    let text = prompt::read_text(path)?;
     let ids = if args.ids {
         prompt::check_ids(prompt::parse_ids(&text)?, &source.arch)?
     } else {
@@ -225,16 +225,6 @@ fn windows(args: &BitsArgs, source: &Checkpoint, path: &Path) -> Result<Vec<Vec<
     let most = args.chunks.unwrap_or(WINDOWS_DEFAULT);
     let whole = ids.chunks_exact(window).take(most).map(<[u32]>::to_vec);
     Ok(if ids.len() < window { vec![ids] } else { whole.collect() })
-}
-
-fn read_text(path: &Path) -> Result<String, Failure> {
-    let cannot = |cause: String| Failure::usage(format!("cannot read the text {}", path.display())).cause(cause);
-    let bytes = std::fs::metadata(path).map_err(|e| cannot(e.to_string()))?.len();
-    if bytes > MAX_PROMPT_BYTES {
-        return Err(cannot(format!("it is longer than {MAX_PROMPT_BYTES} bytes")));
-    }
-    let text = std::fs::read(path).map_err(|e| cannot(e.to_string()))?;
-    String::from_utf8(text).map_err(|e| cannot(format!("it is not UTF-8: {e}")))
 }
 
 /// How large each container will be. What cannot be made of this model is told with its place; where nothing can, that
