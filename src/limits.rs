@@ -193,6 +193,8 @@ pub const KV_FILE_BUFFER_BYTES: usize = 1 << 20;
 pub const KV_FILE_UNWRITTEN_MAX: usize = 8;
 /// Names that files of other contexts are put aside under.
 pub const KV_FILES_ASIDE_MAX: usize = 100;
+/// Lines of earlier chats that can be called back.
+pub const CHAT_HISTORY_MAX: usize = 1000;
 /// Percent of the expert cache that a history of selections may pin.
 pub const PIN_SHARE_PERCENT_MAX: u64 = 50;
 /// Bytes of a routing trace that is read: a million tokens of the largest published model.

@@ -9,6 +9,7 @@ use super::config::{DEFAULT_PREFILL_ROWS, Memory};
 use super::drafts::{DraftRule, DraftSource, Drafts};
 use super::kvfile::KvFile;
 use super::sampler::Sampler;
+use super::session::Held;
 use super::shaping::Shaper;
 use super::space::unheld;
 use super::{EngineConfig, EngineError, context_of, experts, forms_of, rows, scales, sparse_of};
@@ -242,6 +243,7 @@ impl Parts<'_> {
         ExpertScratch::new(kernels, arch, step_rows, self.requantized, &mut working);
         let no_position = || KvCache::for_mtp(arch, 0, sparse, config.kv_bits);
         Drafts::new(drafts, arch, context, no_position, &mut room);
+        Held::new(context, &mut room);
         rope_of(arch, context, &mut room);
         room.add(Sampler::bytes(arch.vocab));
         Shaper::new(arch.vocab, context, &mut room);

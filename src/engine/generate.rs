@@ -52,7 +52,7 @@ pub struct Outcome {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Times {
     pub(super) prompt_tokens: usize,
-    /// Of those, taken from the file of a context.
+    /// Of those, in the context or the file of one.
     pub(super) cached_tokens: usize,
     pub(super) tokens: usize,
     /// Tokens that went back into the model after the prompt.
@@ -69,7 +69,7 @@ pub(super) struct Times {
 }
 
 impl Engine {
-    /// Generates from an empty context. `on_token` sees each token before the next is computed and may end the answer;
+    /// Generates, from an empty context unless it [lasts](Engine::let_context_last). `on_token` sees each token before the next is computed and may end the answer;
     /// `cancel` is looked at before every layer; what ends the wait for a read is [`Engine::set_watch`].
     pub fn generate(
         &mut self,
@@ -103,7 +103,7 @@ impl Engine {
     ) -> Result<Outcome, EngineError> {
         self.check(job)?;
         shaping.check(self.model.arch.vocab)?;
-        self.begin(job.prompt.len());
+        self.begin_after(self.held_of(&job.prompt), job.prompt.len());
         self.drafts.begin(&job.prompt);
         self.shaper.begin(&job.prompt, &shaping.penalties);
         // The longest answer is known here, so that no token has to make room for the next.
@@ -213,7 +213,7 @@ impl Engine {
             self.step(&Step { tokens: chunk, form, logits: Logits::All, cancel })?;
             hidden.extend_from_slice(self.state.final_hidden(chunk.len(), width));
         }
-        self.kv.truncate(0);
+        self.forget(0);
         let rows = self.scored_rows();
         let Engine { model, experts, kv, state, meter, .. } = self;
         let mut kv = KvCache::for_mtp(&model.arch, tokens.len(), model.sparse, kv.bits());
@@ -288,6 +288,7 @@ impl Engine {
         let Engine { model, experts, kv, state, meter, .. } = self;
         let mut experts = Observed { inner: experts, observer };
         forward::step(model, &mut experts, kv, state, meter, step)?;
+        self.held.note(self.kv.len(), step.tokens);
         self.note_computed(step);
         Ok(())
     }
@@ -298,7 +299,7 @@ impl Engine {
 
     /// Clocks and counters begin anew; the first `keep` positions of the context stay.
     pub(super) fn begin_after(&mut self, keep: usize, prompt_tokens: usize) {
-        self.kv.truncate(keep);
+        self.forget(keep);
         self.drafts.leave();
         self.experts.store.reset_stats();
         self.experts.store.exchange_pins();

@@ -19,6 +19,7 @@ pub mod quality;
 mod rows;
 pub mod sampler;
 mod scales;
+pub mod session;
 pub mod shaping;
 pub mod space;
 mod spread;
@@ -62,6 +63,8 @@ use generate::Times;
 pub use generate::{Finish, Job, Outcome};
 use kvfile::KvFile;
 use sampler::Sampler;
+use session::Held;
+pub use session::Sequence;
 use shaping::Shaper;
 pub use shaping::Shaping;
 use switches::Turning;
@@ -75,6 +78,8 @@ pub struct Engine {
     model: Model,
     experts: Streamed,
     kv: KvCache,
+    /// The tokens of it.
+    held: Held,
     /// What a file of contexts must be of, where there is to be one.
     kv_header: Option<kvfile::Header>,
     kv_file: Option<KvFile>,
@@ -204,6 +209,7 @@ impl Engine {
         let mut engine = Engine {
             experts,
             kv,
+            held: Held::new(context, room),
             kv_header,
             kv_file: None,
             state: State::new(kernels, &arch, step_rows, drafts.rule.rows(), context, config.threads, explicit, room),

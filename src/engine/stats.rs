@@ -27,7 +27,7 @@ pub struct Stats {
     pub machine: MachineStats,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Of those, taken from the file of a context instead of being computed.
+    /// Of those, taken from the context of the last generation or the file of one instead of being computed.
     pub cached_tokens: usize,
     /// Tokens generated.
     pub tokens: usize,

@@ -121,7 +121,7 @@ impl Header {
     pub fn blocks(&self) -> Blocks {
         let own = self.encode();
         let numbers: usize = self.widths.iter().map(|(row, key)| *row as usize + *key as usize).sum();
-        Blocks { first: own.len() as u64, bytes: numbers * self.bits.bytes() + BESIDE_BYTES, seed: checksum_of(&own) }
+        Blocks { first: own.len() as u64, bytes: numbers * self.bits.bytes() + BESIDE_BYTES, seed: sum_of(&own) }
     }
 }
 
@@ -193,7 +193,8 @@ pub fn open(block: &[u8], before: u64) -> Option<(Place, u64)> {
     Some((Place { token: u32::from_le_bytes(*content.first_chunk()?), form }, sum))
 }
 
-fn checksum_of(bytes: &[u8]) -> u64 {
+/// The checksum of a block that is [sealed](seal), or that ends anything else.
+pub fn sum_of(bytes: &[u8]) -> u64 {
     bytes.last_chunk().map_or(0, |sum| u64::from_le_bytes(*sum))
 }
 

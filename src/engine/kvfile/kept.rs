@@ -51,14 +51,10 @@ pub struct KvFile {
     found: Vec<u8>,
     /// Tokens of the context, as far as they are known, each with the form that it was computed in.
     places: Vec<Place>,
-    /// Positions that are in the file: read and compared, or written.
-    held: usize,
-    /// Checksum of the last of them.
-    chain: u64,
-    /// Positions that were taken.
-    taken: usize,
-    /// Checksum of the last of those.
-    taken_chain: u64,
+    /// Checksums of the positions that are in the file: read and compared, or written.
+    sums: Vec<u64>,
+    /// Positions that were there when the generation began.
+    begun: usize,
     /// There may be bytes after those that are held.
     tail: bool,
     /// A generation is under way.
@@ -78,10 +74,8 @@ impl KvFile {
             buffer: vec![0; buffer_bytes(blocks.bytes)],
             found: vec![0; blocks.bytes],
             places: Vec::with_capacity(context),
-            held: 0,
-            chain: blocks.seed,
-            taken: 0,
-            taken_chain: blocks.seed,
+            sums: Vec::with_capacity(context),
+            begun: 0,
             tail: true,
             active: false,
             stats: KvFileStats::default(),
@@ -92,7 +86,7 @@ impl KvFile {
     /// Bytes that one takes for contexts of `context` positions with `position_bytes` each.
     pub fn room_bytes(position_bytes: usize, context: usize) -> usize {
         let block = position_bytes + BESIDE_BYTES;
-        buffer_bytes(block) + block + context * size_of::<Place>()
+        buffer_bytes(block) + block + context * (size_of::<Place>() + size_of::<u64>())
     }
 
     /// What it was to the last generation.
@@ -105,49 +99,68 @@ impl KvFile {
         &self.warnings
     }
 
-    /// Begins a generation: takes into the empty `kv` what is there of `prompt`, as far as it was computed in `form`. Positions
-    /// that are in `kv` now; never all of the prompt.
-    pub fn begin(&mut self, kv: &mut KvCache, prompt: &[u32], form: Form) -> usize {
-        assert!(kv.is_empty(), "{} positions in a context that begins", kv.len());
-        let began = Instant::now();
-        (self.held, self.chain, self.tail, self.active) = (0, self.blocks.seed, true, true);
-        self.stats = KvFileStats::default();
-        if let Err(error) = self.take(kv, &prompt[..prompt.len() - 1], form) {
-            self.leave_alone(&error);
-        }
-        self.places.clear();
-        self.places.extend(prompt[..self.held].iter().map(|&token| Place { token, form }));
-        (self.taken, self.taken_chain) = (self.held, self.chain);
-        kv.advance(self.held);
-        self.stats.taken = self.held;
-        self.stats.read_s = began.elapsed().as_secs_f64();
-        self.held
+    /// Forgets the positions of the context from `keep` on: others will take their places.
+    pub fn forget(&mut self, keep: usize) {
+        self.sums.truncate(keep);
+        self.places.truncate(keep);
     }
 
-    fn take(&mut self, kv: &mut KvCache, tokens: &[u32], form: Form) -> io::Result<()> {
+    /// Begins a generation whose context is the beginning of `prompt` that `kv` has: takes into it what the file has more of
+    /// the prompt, as far as it was computed in `form`, where that matters. Positions that are in `kv` now; never all of the
+    /// prompt.
+    pub fn begin(&mut self, kv: &mut KvCache, prompt: &[u32], form: Option<Form>) -> usize {
+        let (began, keep) = (Instant::now(), kv.len());
+        assert_eq!(self.places.len(), keep, "places that are known, and those of the context");
+        (self.tail, self.active, self.stats) = (true, true, KvFileStats::default());
+        // What follows a position that is not in the file is not looked up there.
+        if self.held() == keep
+            && let Err(error) = self.take(kv, &prompt[..prompt.len() - 1], form)
+        {
+            self.leave_alone(&error);
+        }
+        self.begun = self.held();
+        self.stats.taken = self.places.len() - keep;
+        kv.advance(self.stats.taken);
+        self.stats.read_s = began.elapsed().as_secs_f64();
+        kv.len()
+    }
+
+    /// Positions that are in the file.
+    fn held(&self) -> usize {
+        self.sums.len()
+    }
+
+    /// Checksum of the last of them.
+    fn chain(&self) -> u64 {
+        self.sums.last().copied().unwrap_or(self.blocks.seed)
+    }
+
+    fn take(&mut self, kv: &mut KvCache, tokens: &[u32], form: Option<Form>) -> io::Result<()> {
         let (there, rest) = self.blocks.held(self.storage.len_bytes()?);
         let bytes = self.blocks.bytes;
-        while self.held < there.min(tokens.len()) {
-            let count = (self.buffer.len() / bytes).min(there.min(tokens.len()) - self.held);
+        while self.held() < there.min(tokens.len()) {
+            let count = (self.buffer.len() / bytes).min(there.min(tokens.len()) - self.held());
             let read = &mut self.buffer[..count * bytes];
-            self.storage.read(self.blocks.offset(self.held), read)?;
+            self.storage.read(self.blocks.offset(self.sums.len()), read)?;
             self.stats.read_bytes += read.len() as u64;
             for block in read.chunks_exact_mut(bytes) {
-                let Some((place, sum)) = format::open(block, self.chain) else {
-                    let (name, held) = (self.storage.name(), self.held);
+                let (held, chain) = (self.sums.len(), self.sums.last().copied().unwrap_or(self.blocks.seed));
+                let Some((place, sum)) = format::open(block, chain) else {
+                    let name = self.storage.name();
                     self.warnings
                         .push(format!("{name} is damaged behind {held} positions: what follows is computed anew"));
                     return Ok(());
                 };
-                if place != (Place { token: tokens[self.held], form }) {
+                if place.token != tokens[held] || form.is_some_and(|form| form != place.form) {
                     return Ok(());
                 }
-                kv.import(self.held, format::numbers(block));
-                (self.held, self.chain) = (self.held + 1, sum);
+                kv.import(held, format::numbers(block));
+                self.sums.push(sum);
+                self.places.push(place);
             }
         }
-        if self.held == there && rest > 0 {
-            let (name, held) = (self.storage.name(), self.held);
+        if self.held() == there && rest > 0 {
+            let (name, held) = (self.storage.name(), self.held());
             self.warnings.push(format!("{name} ends in the middle of a position, behind {held} whole ones"));
         }
         Ok(())
@@ -155,17 +168,15 @@ impl KvFile {
 
     /// Makes a note of the tokens that a step has just added to `kv`.
     pub fn note(&mut self, kv: &KvCache, tokens: &[u32], form: Form) {
-        if self.active {
-            let before = kv.len() - tokens.len();
-            assert!(self.held <= before && before <= self.places.len(), "a step at {before}, {} kept", self.held);
-            self.places.truncate(before);
-            self.places.extend(tokens.iter().map(|&token| Place { token, form }));
-        }
+        let (before, held) = (kv.len() - tokens.len(), self.held());
+        assert!(held <= before && before <= self.places.len(), "a step at {before}, {held} kept");
+        self.places.truncate(before);
+        self.places.extend(tokens.iter().map(|&token| Place { token, form }));
     }
 
     /// Adds what `kv` has more than the file, once it is more than a few positions. Whether it did.
     pub fn keep(&mut self, kv: &KvCache) -> bool {
-        let due = self.active && kv.len() >= self.held + KV_FILE_UNWRITTEN_MAX;
+        let due = self.active && kv.len() >= self.held() + KV_FILE_UNWRITTEN_MAX;
         if due {
             self.add(kv);
         }
@@ -192,8 +203,9 @@ impl KvFile {
     /// Makes durable what was added, or that it is gone.
     fn settle(&mut self, sound: bool) -> io::Result<()> {
         if !sound {
-            (self.held, self.chain, self.tail, self.stats.added) = (self.taken, self.taken_chain, true, 0);
-            self.storage.cut(self.blocks.offset(self.held))?;
+            (self.tail, self.stats.added) = (true, 0);
+            self.sums.truncate(self.begun);
+            self.storage.cut(self.blocks.offset(self.held()))?;
         }
         self.storage.sync()
     }
@@ -208,7 +220,7 @@ impl KvFile {
             self.leave_alone(&error);
         } else if let Err(error) = self.write(kv) {
             // What was written in part would be found, and the room that it takes would be missing elsewhere.
-            let _ = self.storage.cut(self.blocks.offset(self.held));
+            let _ = self.storage.cut(self.blocks.offset(self.held()));
             self.fail(&error);
         }
         self.stats.write_s += began.elapsed().as_secs_f64();
@@ -222,33 +234,36 @@ impl KvFile {
         }
         let there = self.blocks.held(self.storage.len_bytes()?).0;
         let block = &mut self.buffer[..self.blocks.bytes];
-        while self.held < there.min(kv.len()) {
-            kv.export(self.held, format::numbers(block));
-            let sum = format::seal(block, self.places[self.held], self.chain);
-            self.storage.read(self.blocks.offset(self.held), &mut self.found)?;
+        while self.sums.len() < there.min(kv.len()) {
+            let (held, chain) = (self.sums.len(), self.sums.last().copied().unwrap_or(self.blocks.seed));
+            kv.export(held, format::numbers(block));
+            let sum = format::seal(block, self.places[held], chain);
+            self.storage.read(self.blocks.offset(held), &mut self.found)?;
             if *block != self.found {
                 break;
             }
-            (self.held, self.chain) = (self.held + 1, sum);
+            self.sums.push(sum);
         }
         Ok(())
     }
 
     fn write(&mut self, kv: &KvCache) -> io::Result<()> {
         let bytes = self.blocks.bytes;
-        while self.held < kv.len() {
-            let count = (self.buffer.len() / bytes).min(kv.len() - self.held);
-            let mut chain = self.chain;
-            for (position, block) in (self.held..).zip(self.buffer[..count * bytes].chunks_exact_mut(bytes)) {
+        while self.held() < kv.len() {
+            let held = self.held();
+            let count = (self.buffer.len() / bytes).min(kv.len() - held);
+            // Sums of blocks that are not written count only once they are.
+            let mut chain = self.chain();
+            for (position, block) in (held..).zip(self.buffer[..count * bytes].chunks_exact_mut(bytes)) {
                 kv.export(position, format::numbers(block));
                 chain = format::seal(block, self.places[position], chain);
             }
             if self.tail {
-                self.storage.cut(self.blocks.offset(self.held))?;
+                self.storage.cut(self.blocks.offset(held))?;
                 self.tail = false;
             }
-            self.storage.append(self.blocks.offset(self.held), &self.buffer[..count * bytes])?;
-            (self.held, self.chain) = (self.held + count, chain);
+            self.storage.append(self.blocks.offset(held), &self.buffer[..count * bytes])?;
+            self.sums.extend(self.buffer[..count * bytes].chunks_exact(bytes).map(format::sum_of));
             self.stats.added += count;
             self.stats.written_bytes += (count * bytes) as u64;
         }
@@ -258,14 +273,14 @@ impl KvFile {
     /// Nothing is written any more: whoever cannot read it must not cut it either.
     fn leave_alone(&mut self, error: &io::Error) {
         self.writable = false;
-        let (name, held) = (self.storage.name(), self.held);
+        let (name, held) = (self.storage.name(), self.held());
         self.warnings.push(format!("{name} cannot be read beyond {held} positions, and is left alone: {error}"));
     }
 
     /// Nothing is written any more.
     fn fail(&mut self, error: &io::Error) {
         self.writable = false;
-        let (name, held) = (self.storage.name(), self.held);
+        let (name, held) = (self.storage.name(), self.held());
         self.warnings.push(format!("{name} cannot be written and holds {held} positions of this context: {error}"));
     }
 }

@@ -4,7 +4,8 @@
 //! **Same bits.** What is taken is what would have been computed. Bits of a position depend on the tokens up to it, on the
 //! model, on a few settings, and on the form of attention that it and those before it were computed in. All of that is in the
 //! file; what differs from this run's is not taken. Neither chunks nor threads, kernels or the length of the context matter.
-//! The last token of a prompt is always computed: its logits are in no file.
+//! The last token of a prompt is always computed: its logits are in no file. A context that [lasts](super::session) has
+//! positions of prompts and of answers, each in the form that it was computed in, and so has what is taken of it.
 //!
 //! **What is read is checked** before it is part of the context. The first block that is damaged or missing, or of another
 //! token, ends what is taken, and everything from there on is computed.
@@ -57,22 +58,30 @@ impl Engine {
 
     /// From now on generations begin with what `storage` has of their prompts, and leave their contexts there. It holds the
     /// header of [`Engine::kv_header`], and blocks after it, or what damage made of them. Nothing is written where it is not
-    /// `writable`.
+    /// `writable`. The context is empty after this.
     pub fn keep_context(&mut self, storage: Box<dyn Storage>, writable: bool) {
         if let Some(header) = &self.kv_header {
+            self.kv.truncate(0);
             self.kv_file = Some(KvFile::new(storage, header, self.kv.capacity(), writable));
         }
     }
 
-    /// Takes into the empty context what the file has of `prompt`. Positions that are there now.
+    /// Whether there is a file that contexts are left in.
+    pub fn keeps_context(&self) -> bool {
+        self.kv_file.is_some()
+    }
+
+    /// Takes into the context, which is a beginning of `prompt`, what the file has more of it. Positions that are there now.
     pub(super) fn take_kept(&mut self, prompt: &[u32]) -> usize {
-        let Engine { kv_file, kv, prompt_form, .. } = self;
-        let taken = kv_file.as_mut().map_or(0, |file| file.begin(kv, prompt, *prompt_form));
-        if kv_file.is_some() {
+        let Engine { kv_file, kv, held, prompt_form, .. } = self;
+        let form = (!held.lasts()).then_some(*prompt_form);
+        if let Some(file) = kv_file {
+            let taken = file.begin(kv, prompt, form);
+            held.note(taken, &prompt[held.len()..taken]);
             self.meter.lap(Stage::Other);
         }
-        self.times.cached_tokens = taken;
-        taken
+        self.times.cached_tokens = self.kv.len();
+        self.kv.len()
     }
 
     /// Adds to the file what was computed and stays: called before a step, when what earlier ones drafted and took back is
@@ -95,7 +104,6 @@ impl Engine {
     /// Adds the rest of a generation that came to `result` and makes it durable, or takes back all of it where that says
     /// that numbers cannot be relied on.
     pub(super) fn end_kept(&mut self, result: &Result<Finish, EngineError>) {
-        let Some(file) = &mut self.kv_file else { return };
         let sound = match result {
             Ok(_) => true,
             // What was not read was not used.
@@ -104,6 +112,11 @@ impl Engine {
             }
             Err(_) => false,
         };
-        file.end(&self.kv, sound);
+        if let Some(file) = &mut self.kv_file {
+            file.end(&self.kv, sound);
+        }
+        if !sound {
+            self.forget(self.times.cached_tokens);
+        }
     }
 }

@@ -122,7 +122,7 @@ fn step(file: &mut KvFile, kv: &mut KvCache, all: &[u32], rows: usize, form: For
 /// A generation of `tokens`, the first `prompt` of which are read at once. What was taken, and the file.
 fn generate(disk: &Shared, tokens: &[u32], prompt: usize) -> (usize, KvFile) {
     let (mut kv, mut file) = (cache(), KvFile::new(Box::new(disk.clone()), &header(), CONTEXT, true));
-    let taken = file.begin(&mut kv, &tokens[..prompt], FORM);
+    let taken = file.begin(&mut kv, &tokens[..prompt], Some(FORM));
     assert_eq!(kv.len(), taken);
     assert_holds(&kv, tokens);
     step(&mut file, &mut kv, tokens, prompt - taken, FORM);
@@ -147,7 +147,7 @@ fn assert_holds(kv: &KvCache, tokens: &[u32]) {
 fn taken_of(bytes: &[u8], tokens: &[u32]) -> (usize, Vec<String>) {
     let mut kv = cache();
     let mut file = KvFile::new(Box::new(Shared::holding(bytes)), &header(), CONTEXT, false);
-    let taken = file.begin(&mut kv, tokens, FORM);
+    let taken = file.begin(&mut kv, tokens, Some(FORM));
     assert_holds(&kv, tokens);
     (taken, file.warnings().to_vec())
 }
@@ -341,7 +341,7 @@ fn positions_of_another_form_are_computed_anew_with_all_after_them() {
     let disk = begun();
     let all = tokens(20, 3);
     let (mut kv, mut file) = (cache(), KvFile::new(Box::new(disk.clone()), &header(), CONTEXT, true));
-    file.begin(&mut kv, &all[..9], FORM);
+    file.begin(&mut kv, &all[..9], Some(FORM));
     step(&mut file, &mut kv, &all, 9, FORM);
     (9..20).for_each(|_| step(&mut file, &mut kv, &all, 1, Form::Explicit));
     file.end(&kv, true);
@@ -353,7 +353,7 @@ fn drafts_that_are_taken_back_never_get_into_the_file() {
     let disk = begun();
     let all = tokens(40, 3);
     let (mut kv, mut file) = (cache(), KvFile::new(Box::new(disk.clone()), &header(), CONTEXT, true));
-    file.begin(&mut kv, &all[..9], FORM);
+    file.begin(&mut kv, &all[..9], Some(FORM));
     step(&mut file, &mut kv, &all, 9, FORM);
     while kv.len() < 36 {
         // Four tokens at once, of which the last two were guessed wrong.
@@ -375,7 +375,7 @@ fn what_cannot_be_relied_on_is_taken_back() {
     generate(&disk, &all[..20], 10);
     let before = disk.bytes();
     let (mut kv, mut file) = (cache(), KvFile::new(Box::new(disk.clone()), &header(), CONTEXT, true));
-    assert_eq!(file.begin(&mut kv, &all[..30], FORM), 20);
+    assert_eq!(file.begin(&mut kv, &all[..30], Some(FORM)), 20);
     step(&mut file, &mut kv, &all, 10, FORM);
     step(&mut file, &mut kv, &all, 1, FORM);
     assert!(disk.bytes().len() > before.len());
@@ -383,7 +383,8 @@ fn what_cannot_be_relied_on_is_taken_back() {
     assert!(disk.bytes() == before);
     // The next generation of the same process goes on from there.
     kv.truncate(0);
-    assert_eq!(file.begin(&mut kv, &all[..30], FORM), 20);
+    file.forget(0);
+    assert_eq!(file.begin(&mut kv, &all[..30], Some(FORM)), 20);
 }
 
 #[test]
@@ -393,8 +394,56 @@ fn a_file_that_may_not_be_written_is_read_and_left_alone() {
     generate(&disk, &all, 10);
     let before = disk.bytes();
     let (mut kv, mut file) = (cache(), KvFile::new(Box::new(disk.clone()), &header(), CONTEXT, false));
-    assert_eq!(file.begin(&mut kv, &all[..15], FORM), 14);
+    assert_eq!(file.begin(&mut kv, &all[..15], Some(FORM)), 14);
     step(&mut file, &mut kv, &all, 6, FORM);
     file.end(&kv, true);
     assert!(disk.bytes() == before && file.warnings().is_empty());
+}
+
+#[test]
+fn a_context_that_lasts_goes_on_without_reading_what_it_has() {
+    let disk = begun();
+    let all = tokens(40, 3);
+    let (mut kv, mut file) = (cache(), KvFile::new(Box::new(disk.clone()), &header(), CONTEXT, true));
+    let mut turn = |kv: &mut KvCache, all: &[u32], keep: usize, prompt: usize| {
+        kv.truncate(keep);
+        file.forget(keep);
+        let taken = file.begin(kv, &all[..prompt], None);
+        assert_holds(kv, all);
+        step(&mut file, kv, all, prompt - taken, FORM);
+        (prompt..all.len()).for_each(|_| step(&mut file, kv, all, 1, Form::Explicit));
+        file.end(kv, true);
+        assert_eq!(header().blocks().held(disk.bytes().len() as u64), (all.len(), 0));
+        (taken, file.stats().read_bytes)
+    };
+    assert_eq!(turn(&mut kv, &all[..20], 0, 10), (0, 0));
+    assert_eq!(turn(&mut kv, &all, 20, 30), (20, 0));
+    // Another way from position 13 on.
+    let way = other_way(&all, 13, 20);
+    disk.0.lock().unwrap().changes.clear();
+    let (taken, read) = turn(&mut kv, &way, 13, 20);
+    assert_eq!((taken, read), (13, 6 * block_bytes() as u64), "what may follow is looked up, and is of another token");
+    assert!(matches!(disk.0.lock().unwrap().changes[0], Change::Cut(at) if at == header().blocks().offset(13)));
+    // Another process takes it all, of whatever form each position is; none but the first where that matters.
+    let ask = [&way[..], &[0]].concat();
+    let mut again = KvFile::new(Box::new(disk.clone()), &header(), CONTEXT, true);
+    assert_eq!(again.begin(&mut cache(), &ask, None), 33);
+    assert_eq!(taken_of(&disk.bytes(), &ask).0, 10);
+}
+
+#[test]
+fn what_could_not_be_written_of_a_context_that_lasts_is_not_written_around() {
+    let disk = begun();
+    let all = tokens(40, 3);
+    let (mut kv, mut file) = (cache(), KvFile::new(Box::new(disk.clone()), &header(), CONTEXT, true));
+    file.begin(&mut kv, &all[..10], None);
+    step(&mut file, &mut kv, &all, 10, FORM);
+    disk.0.lock().unwrap().room = Some(header().blocks().offset(6) as usize);
+    file.end(&kv, true);
+    assert_eq!(file.warnings().len(), 1);
+    disk.0.lock().unwrap().room = None;
+    assert_eq!(file.begin(&mut kv, &all[..20], None), 10, "from the context");
+    step(&mut file, &mut kv, &all, 10, FORM);
+    file.end(&kv, true);
+    assert_eq!(taken_of(&disk.bytes(), &all).0, 0, "nothing of a write that failed");
 }
