@@ -117,7 +117,8 @@ pub enum Role {
 }
 
 impl Role {
-    fn name(self) -> &'static str {
+    /// The name that templates know.
+    pub fn name(self) -> &'static str {
         match self {
             Role::System => "system",
             Role::User => "user",

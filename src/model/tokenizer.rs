@@ -185,6 +185,14 @@ impl Tokenizer {
         self.ends.len()
     }
 
+    /// Tells vocabularies apart: in those with the same number a token is the same text.
+    pub fn fingerprint(&self) -> u64 {
+        let ends: Vec<u8> = self.ends.iter().flat_map(|end| end.to_le_bytes()).collect();
+        let special: Vec<u8> = self.special.iter().map(|special| u8::from(*special)).collect();
+        let seeded = |seed, bytes: &[u8]| xxhash_rust::xxh3::xxh3_64_with_seed(bytes, seed);
+        [&ends[..], &special, &self.bytes].into_iter().fold(0, seeded)
+    }
+
     /// Least tokens that `bytes` bytes of text can have; 1 where text may shrink before it is cut into tokens.
     pub fn least_tokens(&self, bytes: usize) -> usize {
         match self.inner.get_normalizer() {
