@@ -16,6 +16,7 @@ use crate::limits::{DRAFT_TOKENS_MAX, MAX_CONTEXT, MAX_THREADS, RAM_BYTES_MIN, R
 
 use super::bench::BenchArgs;
 use super::census::CensusArgs;
+use super::chat::ChatArgs;
 use super::grammar::GrammarArgs;
 use super::info::InfoArgs;
 use super::machine::Machine;
@@ -45,6 +46,8 @@ pub struct Args {
 pub enum Command {
     /// One generation: the answer goes to stdout, statistics to stderr.
     Run(Box<RunArgs>),
+    /// A conversation: what was said before is not computed again.
+    Chat(Box<ChatArgs>),
     /// Turns a published checkpoint into a quantized container laid out for streaming.
     Convert(super::convert::ConvertArgs),
     /// Whether a model will run here: files, machine and memory, as ok, warn, fail and skip lines.

@@ -8,7 +8,7 @@ use millstream_io::{DeviceKind, IoMode, settle};
 use serde_json::Value as Json;
 
 use crate::checkpoint::convert::Widths;
-use crate::engine::config::DEFAULT_PREFILL_ROWS;
+use crate::engine::config::{DEFAULT_CONTEXT, DEFAULT_PREFILL_ROWS};
 use crate::engine::sampler::Sampling;
 use crate::engine::stop::{StopError, StopMatcher};
 use crate::engine::{Activations, AttentionForm, DraftRule, DraftSource, Dsa, EngineConfig, Memory};
@@ -287,14 +287,7 @@ impl RunConfig {
     /// Fits prompt and answer into a context of at most `longest` tokens. Returns the context and the most tokens the
     /// answer may have; a prompt that leaves no room for one is refused with both numbers, never cut.
     pub fn fit(&mut self, prompt_tokens: usize, longest: usize) -> Result<(usize, usize), Failure> {
-        let limit = match self.context {
-            Some(asked) if asked > longest => {
-                return Err(Failure::usage(format!("a context of {asked} tokens is more than the model's {longest}"))
-                    .hint(format!("ask for -c {longest} or less")));
-            }
-            Some(asked) => asked,
-            None => longest,
-        };
+        let limit = self.asked_context(longest)?.unwrap_or(longest);
         if prompt_tokens >= limit {
             let whose = if self.context.is_some() { "asked for with -c" } else { "of the model" };
             return Err(Failure::usage(format!(
@@ -324,6 +317,28 @@ impl RunConfig {
         self.settings.push(Setting { name: "ctx-size", value: context.into(), origin });
         self.prompt_has(prompt_tokens);
         Ok((context, answer))
+    }
+
+    /// Tokens of context for a conversation, which may come to any length.
+    pub fn converse(&mut self, longest: usize) -> Result<usize, Failure> {
+        let (context, origin) = match self.asked_context(longest)? {
+            Some(asked) => (asked, "flag".to_owned()),
+            None => (longest.min(DEFAULT_CONTEXT), format!("default; the model's limit is {longest}")),
+        };
+        self.context_limits = self.max_tokens == MaxTokens::Context;
+        self.settings.push(Setting { name: "ctx-size", value: context.into(), origin });
+        Ok(context)
+    }
+
+    /// The context asked for, which a model that allows `longest` tokens must be able to have.
+    fn asked_context(&self, longest: usize) -> Result<Option<usize>, Failure> {
+        match self.context {
+            Some(asked) if asked > longest => {
+                Err(Failure::usage(format!("a context of {asked} tokens is more than the model's {longest}"))
+                    .hint(format!("ask for -c {longest} or less")))
+            }
+            asked => Ok(asked),
+        }
     }
 
     /// No prompt has more than so many tokens.
@@ -497,7 +512,7 @@ pub(super) fn shortest(x: f32) -> f64 {
 }
 
 /// A seed that differs from run to run and is easy to type.
-fn random_seed() -> u64 {
+pub(super) fn random_seed() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(std::process::id()) >> 32
 }

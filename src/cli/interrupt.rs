@@ -13,6 +13,8 @@ struct Watch {
     raised: Arc<AtomicBool>,
     /// The next one ends the process, as if nobody watched.
     fatal: Arc<AtomicBool>,
+    /// It was the whole program that was asked to end.
+    terminated: Arc<AtomicBool>,
 }
 
 static WATCH: OnceLock<Watch> = OnceLock::new();
@@ -31,6 +33,11 @@ pub fn watch() -> Result<Arc<AtomicBool>, Failure> {
     Ok(watch.raised.clone())
 }
 
+/// Whether one of the interrupts was SIGTERM, which asks for the end of the program and not of what it is doing.
+pub fn is_terminated() -> bool {
+    WATCH.get().is_some_and(|watch| watch.terminated.load(Ordering::SeqCst))
+}
+
 /// An interrupt ends the process again, as before [`watch`].
 pub fn unwatch() {
     if let Some(watch) = WATCH.get() {
@@ -46,7 +53,8 @@ pub fn survive_file_limit() {
 }
 
 fn register() -> std::io::Result<Watch> {
-    let watch = Watch { raised: Arc::default(), fatal: Arc::default() };
+    let watch = Watch { raised: Arc::default(), fatal: Arc::default(), terminated: Arc::default() };
+    signal_hook::flag::register(SIGTERM, watch.terminated.clone())?;
     for signal in [SIGINT, SIGTERM] {
         // In this order: the first signal finds `fatal` down and raises it, the second finds it up.
         signal_hook::flag::register_conditional_default(signal, watch.fatal.clone())?;

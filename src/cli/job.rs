@@ -147,7 +147,7 @@ impl Files {
     }
 
     /// A failure for which the files are to blame.
-    fn blamed(&self, failure: Failure) -> Failure {
+    pub fn blamed(&self, failure: Failure) -> Failure {
         match self.model {
             ModelChoice::Bundled(_) if failure.code == 1 => {
                 failure.hint(format!("delete the directory {}: the next run makes it anew", self.dir.display()))
@@ -215,12 +215,12 @@ pub fn engine_failure(error: EngineError) -> Failure {
 }
 
 /// Ids by which the model ends its turn.
-fn ends_turn(args: &RunArgs, arch: &Arch) -> Vec<u32> {
+pub fn ends_turn(args: &RunArgs, arch: &Arch) -> Vec<u32> {
     if args.ignore_eos { Vec::new() } else { arch.stop_ids.clone() }
 }
 
 /// Stop strings that name a control token stop at that token, which has no text; the others watch the text.
-fn split_stops(
+pub fn split_stops(
     config: &RunConfig,
     tokenizer: Option<&Tokenizer>,
     mut ids: Vec<u32>,

@@ -106,6 +106,19 @@ impl Machine {
         self.environment.get(name).filter(|value| !value.is_empty())
     }
 
+    /// Where the program keeps what a user would not miss: below `$XDG_STATE_HOME`, or `~/.local/state` where that is not set.
+    pub fn state_dir(&self) -> Option<PathBuf> {
+        let absolute = |name: &str| self.variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let state = absolute("XDG_STATE_HOME").or_else(|| Some(absolute("HOME")?.join(".local/state")))?;
+        Some(state.join("millstream"))
+    }
+
+    /// Whether text on `stream` may be dimmed: it is a terminal that can, and nobody asked for none of it (`NO_COLOR`).
+    pub fn styles(&self, stream: &impl IsTerminal) -> bool {
+        let dumb = self.variable("TERM").is_none_or(|name| name == "dumb");
+        stream.is_terminal() && !dumb && self.variable("NO_COLOR").is_none()
+    }
+
     /// Whether the terminal on standard error can draw a line over: `TERM=dumb` says that it cannot.
     pub fn redraws() -> bool {
         std::io::stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|name| name != "dumb")

@@ -7,6 +7,7 @@ mod bench;
 mod bench_io;
 mod bundled;
 mod census;
+mod chat;
 mod cold;
 pub mod config;
 mod convert;
@@ -146,6 +147,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     machine::spare_address_space(&machine);
     let result = match &args.command {
         args::Command::Run(run_args) => run::run(run_args, &machine),
+        args::Command::Chat(chat_args) => chat::chat(chat_args, &machine),
         args::Command::Convert(convert_args) => convert::convert(convert_args),
         args::Command::Doctor(doctor_args) => doctor::doctor(doctor_args, &machine),
         args::Command::Bench(bench_args) => bench::bench(bench_args, &machine),

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use super::{Done, Failure};
@@ -64,6 +64,15 @@ fn refused(what: String, error: &io::Error) -> Failure {
 /// Puts `bytes` in the place of a file, or makes it: under its name stands the old or the new, whole. What is no
 /// regular file, a pipe or a terminal, is written to. A link is followed.
 pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    replace_with(path, bytes, 0o666)
+}
+
+/// As [`replace`]; nobody but the user may read it.
+pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    replace_with(path, bytes, 0o600)
+}
+
+fn replace_with(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let path = match fs::metadata(path) {
         Ok(there) if !there.is_file() => return fs::write(path, bytes),
         Ok(_) => fs::canonicalize(path)?,
@@ -71,7 +80,7 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     };
     let made = beside(&path);
     let write = || {
-        let mut file = File::create(&made)?;
+        let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&made)?;
         file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(&made, &path)

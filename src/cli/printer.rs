@@ -75,6 +75,14 @@ impl<'a, W: Write> Printer<'a, W> {
         if ended || self.failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
+    /// Writes what is no part of the answer.
+    pub fn aside(&mut self, text: &str) -> ControlFlow<()> {
+        if self.failed.is_none() {
+            self.failed = self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush()).err();
+        }
+        if self.failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
     /// Ends the answer: releases what waited for a stop string, drops half a character, ends the line.
     pub fn finish(&mut self) {
         self.detokenizer.finish();

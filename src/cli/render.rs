@@ -238,6 +238,11 @@ fn draft_line(text: &mut String, stats: &Stats) {
 
 /// What of the prompt was not computed, and what is kept of the answer.
 fn kept_line(text: &mut String, stats: &Stats) {
+    let in_context = stats.cached_tokens - stats.kv_file.map_or(0, |file| file.taken).min(stats.cached_tokens);
+    if in_context > 0 {
+        let tokens = size::grouped(in_context as u64);
+        let _ = writeln!(text, "kept    {tokens:>7} of these tokens were in the context, and not computed again");
+    }
     let Some(file) = &stats.kv_file else { return };
     let [read, write] = [file.read_s, file.write_s].map(|s| micros(s * 1e6));
     let _ = writeln!(

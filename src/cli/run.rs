@@ -63,7 +63,7 @@ pub fn perform(
     witness: Witness,
     report: &mut dyn FnMut(&Stats, &RunConfig) -> Result<(), Failure>,
 ) -> Result<Done, Failure> {
-    let known = Known::of(args, machine, &prepared);
+    let known = Known::of(args, machine, &prepared.config, &prepared.checkpoint);
     let Prepared { config, usage, checkpoint, files, tokenizer, job, mut grammar, stops, context } = prepared;
     let formats = checkpoint.formats().map(|format| format.to_string()).collect();
     let interrupted = interrupt::watch()?;
@@ -173,10 +173,8 @@ fn generate<W: Write>(
 ) -> Result<Outcome, EngineError> {
     let Witness { show, recorded, mut tokens } = witness;
     let recorder = recorded.map(|recorded| recorded.insert(Recorder::new(engine.traced().clone())));
-    let (layers, top_k) = (engine.arch().layers.len(), engine.arch().moe.top_k);
     let waiting = RefCell::new(Some(render::Waiting::begin("reading the prompt", quiet)));
-    let prompt = PromptProgress::new(job.prompt.len(), layers);
-    let mut looking_on = LookingOn { recorder, prompt, waiting: &waiting, top_k: top_k.max(1) };
+    let mut looking_on = LookingOn::new(engine, job.prompt.len(), recorder, &waiting);
     let mut chosen = 0;
     let mut on_token = |id| {
         chosen += 1;
@@ -195,11 +193,24 @@ fn generate<W: Write>(
 }
 
 /// Records what routers choose, and says how far the prompt has been read.
-struct LookingOn<'a> {
+pub struct LookingOn<'a> {
     recorder: Option<&'a mut Recorder>,
     prompt: PromptProgress,
     waiting: &'a RefCell<Option<render::Waiting>>,
     top_k: usize,
+}
+
+impl<'a> LookingOn<'a> {
+    /// Says in `waiting` how far `engine` has read a prompt of `tokens` tokens.
+    pub fn new(
+        engine: &Engine,
+        tokens: usize,
+        recorder: Option<&'a mut Recorder>,
+        waiting: &'a RefCell<Option<render::Waiting>>,
+    ) -> LookingOn<'a> {
+        let (layers, top_k) = (engine.arch().layers.len(), engine.arch().moe.top_k.max(1));
+        LookingOn { recorder, prompt: PromptProgress::new(tokens, layers), waiting, top_k }
+    }
 }
 
 impl Observer for LookingOn<'_> {
@@ -283,12 +294,18 @@ pub fn complete(stats: &mut Stats, outcome: &Outcome, config: &RunConfig, machin
 }
 
 fn report(args: &RunArgs, stats: &Stats, config: &RunConfig) -> Result<(), Failure> {
+    if !args.json && !args.quiet {
+        let seed = (config.sampling.temperature > 0.0).then_some(config.sampling.seed);
+        render::stderr(&render::stats_text(stats, seed));
+    }
+    report_json(args, stats)
+}
+
+/// Writes the statistics where they are wanted as JSON.
+pub fn report_json(args: &RunArgs, stats: &Stats) -> Result<(), Failure> {
     let cannot = |e: serde_json::Error| Failure::work("cannot write the statistics as JSON").cause(e);
     if args.json {
         output::print(&(serde_json::to_string(stats).map_err(cannot)? + "\n"))?;
-    } else if !args.quiet {
-        let seed = (config.sampling.temperature > 0.0).then_some(config.sampling.seed);
-        render::stderr(&render::stats_text(stats, seed));
     }
     match &args.stats_json {
         Some(path) => output::write(path, "statistics", serde_json::to_string_pretty(stats).map_err(cannot)? + "\n"),

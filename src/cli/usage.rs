@@ -115,14 +115,12 @@ impl Usage {
     }
 }
 
-/// Below `$XDG_STATE_HOME`, or `~/.local/state` where that is not set. Models of one shape have one fingerprint, so the
-/// directory is part of the name.
+/// In the state directory. Models of one shape have one fingerprint, so the directory is part of the name.
 fn in_state_dir(machine: &Machine, checkpoint: &Checkpoint) -> Option<PathBuf> {
-    let absolute = |name: &str| machine.variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let state = absolute("XDG_STATE_HOME").or_else(|| Some(absolute("HOME")?.join(".local/state")))?;
+    let state = machine.state_dir()?;
     let dir = fs::canonicalize(&checkpoint.dir).unwrap_or_else(|_| checkpoint.dir.clone());
     let place = xxh3_64(dir.as_os_str().as_encoded_bytes());
-    Some(state.join("millstream/usage").join(format!("{}-{place:016x}", checkpoint.fingerprint_hex())))
+    Some(state.join("usage").join(format!("{}-{place:016x}", checkpoint.fingerprint_hex())))
 }
 
 /// The history in the first of `places` that is there; empty where none is.

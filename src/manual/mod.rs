@@ -27,6 +27,9 @@ pub mod sampling {}
 #[doc = include_str!("speculation.md")]
 pub mod speculation {}
 
+#[doc = include_str!("chatting.md")]
+pub mod chatting {}
+
 #[doc = include_str!("evaluating.md")]
 pub mod evaluating {}
 

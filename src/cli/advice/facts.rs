@@ -1,8 +1,8 @@
 //! The numbers that verdict and advice follow from: of the model and its settings before a run, of the run after it.
 
+use crate::checkpoint::Checkpoint;
 use crate::cli::args::RunArgs;
-use crate::cli::config::Setting;
-use crate::cli::job::Prepared;
+use crate::cli::config::{RunConfig, Setting};
 use crate::cli::machine::Machine;
 use crate::engine::stats::{OverlapStats, Stats, Verdict};
 use crate::engine::{Activations, Dsa, Switch};
@@ -35,9 +35,8 @@ pub struct Judgement {
 }
 
 impl Known {
-    /// What `args` and `prepared` tell.
-    pub fn of(args: &RunArgs, machine: &Machine, prepared: &Prepared) -> Known {
-        let Prepared { config, checkpoint, .. } = prepared;
+    /// What flags, settings and model tell.
+    pub fn of(args: &RunArgs, machine: &Machine, config: &RunConfig, checkpoint: &Checkpoint) -> Known {
         let arch = &checkpoint.arch;
         let experts: Vec<_> = checkpoint.routed().flatten().collect();
         let weights = 3 * arch.moe.width * arch.hidden * experts.len();

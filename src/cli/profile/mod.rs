@@ -81,7 +81,8 @@ pub fn profile(args: &ProfileArgs, machine: &Machine) -> Result<Done, Failure> {
         output::check(path, "page", &job::inputs(&run_args, machine))?;
     }
     let Some(prepared) = job::prepare(&run_args, machine)? else { return Ok(Done::Interrupted) };
-    let (ceiling, known) = (ceiling(args, machine, &prepared), Known::of(&run_args, machine, &prepared));
+    let (ceiling, known) =
+        (ceiling(args, machine, &prepared), Known::of(&run_args, machine, &prepared.config, &prepared.checkpoint));
     let show = match (args.run.verbose, args.run.json, args.run.ids) {
         (true, false, true) => Show::Ids,
         (true, false, false) => Show::Text,
