@@ -440,38 +440,6 @@ impl Person {
 const PROMPT: &str = "\x1b[K> ";
 
 #[test]
-fn a_person_interrupts_clears_a_line_and_leaves() {
-    let place = Place::new();
-    let mut person = Person::sits_down(place.chat(&["--temp", "0", "--ignore-eos", "-n", "2000"]));
-    person.sees(PROMPT);
-    person.types("half a line");
-    person.sees("half a line");
-    person.types("\x03");
-    // Only the new prompt reads what is typed next.
-    person.sees("\x1b[?2004l");
-    person.sees(PROMPT);
-    person.types("Tell me of a fox.\r");
-    person.sees("\r\n");
-    // Once an answer has begun.
-    let mut first = [0; 64];
-    let count = person.terminal.read(&mut first).unwrap();
-    assert!(count > 0);
-    person.seen += &String::from_utf8_lossy(&first[..count]);
-    std::thread::sleep(Duration::from_millis(200));
-    person.types("\x03");
-    let seen = person.sees("of context, interrupted");
-    assert!(seen.contains("\x1b[2m"), "dimmed: {seen:?}");
-    person.sees(PROMPT);
-    person.types("/stats\r");
-    person.sees("interrupted, ");
-    person.sees(PROMPT);
-    person.types("\x04");
-    assert_eq!(person.child.wait().unwrap().code(), Some(0));
-    let history = fs::read_to_string(place.path("millstream/chat-history")).unwrap();
-    assert_eq!(history, "#V2\nTell me of a fox.\n/stats\n");
-}
-
-#[test]
 fn a_history_that_cannot_be_used_costs_one_line_and_styles_can_be_refused() {
     let place = Place::new();
     fs::create_dir(place.path("millstream")).unwrap();
