@@ -9,7 +9,7 @@ mod program;
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::os::fd::FromRawFd;
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -404,16 +404,17 @@ impl Person {
         let other = unsafe { File::from_raw_fd(slave) };
         let end = || Stdio::from(other.try_clone().unwrap());
         command.env("TERM", "xterm").stdin(end()).stdout(end()).stderr(end());
+        let own_terminal = || {
+            // SAFETY: it takes nothing.
+            unsafe { libc::setsid() };
+            // SAFETY: standard input is the terminal.
+            match unsafe { libc::ioctl(0, libc::TIOCSCTTY, 0) } {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        };
         // SAFETY: the closure makes two system calls and touches no memory of the process.
-        unsafe {
-            command.pre_exec(|| {
-                libc::setsid();
-                match libc::ioctl(0, libc::TIOCSCTTY, 0) {
-                    0 => Ok(()),
-                    _ => Err(io::Error::last_os_error()),
-                }
-            });
-        }
+        unsafe { command.pre_exec(own_terminal) };
         Person { child: command.spawn().unwrap(), terminal, seen: String::new() }
     }
 
@@ -430,6 +431,10 @@ impl Person {
                 let rest = self.seen.split_off(at + text.len());
                 return std::mem::replace(&mut self.seen, rest);
             }
+            let mut ready = libc::pollfd { fd: self.terminal.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one live descriptor.
+            let events = unsafe { libc::poll(&mut ready, 1, PATIENCE_MS) };
+            assert!(events == 1, "waited in vain for {text:?} in {:?}", self.seen);
             let count = self.terminal.read(&mut bytes).unwrap_or(0);
             assert!(count > 0, "no {text:?} in {:?}", self.seen);
             self.seen += &String::from_utf8_lossy(&bytes[..count]);
@@ -437,7 +442,47 @@ impl Person {
     }
 }
 
+impl Drop for Person {
+    fn drop(&mut self) {
+        // Where a test failed; otherwise it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A program that says nothing for so long has lost something.
+const PATIENCE_MS: i32 = 120_000;
+
 const PROMPT: &str = "\x1b[K> ";
+/// What the line editor writes when it has read a line: keys are signals again.
+const READ: &str = "\x1b[?2004l";
+
+#[test]
+fn a_person_interrupts_clears_a_line_and_leaves() {
+    let place = Place::new();
+    let mut person = Person::sits_down(place.chat(&["--temp", "0", "--ignore-eos", "-n", "3500"]));
+    person.sees(PROMPT);
+    person.types("half a line");
+    person.sees("half a line");
+    person.types("\x03");
+    person.sees(READ);
+    person.sees(PROMPT);
+    person.types("Tell me of a fox.\r");
+    person.sees(READ);
+    // Of the answer.
+    person.sees(" the ");
+    person.types("\x03");
+    let seen = person.sees("of context, interrupted");
+    assert!(seen.contains("\x1b[2m"), "dimmed: {seen:?}");
+    person.sees(PROMPT);
+    person.types("/stats\r");
+    person.sees("interrupted, ");
+    person.sees(PROMPT);
+    person.types("\x04");
+    assert_eq!(person.child.wait().unwrap().code(), Some(0));
+    let history = fs::read_to_string(place.path("millstream/chat-history")).unwrap();
+    assert_eq!(history, "#V2\nTell me of a fox.\n/stats\n");
+}
 
 #[test]
 fn a_history_that_cannot_be_used_costs_one_line_and_styles_can_be_refused() {

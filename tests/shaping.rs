@@ -95,6 +95,7 @@ fn a_constraint_of_its_own_tokens_is_followed_in_fewer_steps_and_ends_the_answer
                 DraftSource::Off => 0,
                 DraftSource::Ngram => 3 + 4 + 1,
                 DraftSource::Grammar => 3 + 6,
+                DraftSource::Auto | DraftSource::Mtp => unreachable!(),
             };
             assert_eq!(forced, expected);
             steps.push((stats.draft.map_or(11, |draft| draft.forwards), outcome.ids));
@@ -105,6 +106,23 @@ fn a_constraint_of_its_own_tokens_is_followed_in_fewer_steps_and_ends_the_answer
     );
     // Said and the choice behind it: 4 tokens from the prompt, then 7, then 1. Of those 11 go back into the model.
     assert_eq!((steps[0].0, steps[4].0), (11, 2));
+}
+
+#[test]
+fn an_mtp_layer_drafts_behind_what_a_constraint_forces_and_changes_nothing() {
+    let said = [300u32, 301, 302, 303, 304, 305, 306, 307, 308, 309];
+    let (mut plain, mut drafting) = (engine(DraftSource::Off, 8), engine(DraftSource::Mtp, 8));
+    for sampling in [Sampling::greedy(), drawn(1)] {
+        let of = |engine: &mut Engine| {
+            let mut spoken = Spoken { parts: vec![&said[..4], &[], &said[4..], &[], &said[..2]], at: 0 };
+            let mut shaping = Shaping { constraint: Some(&mut spoken), ..Shaping::default() };
+            answer(engine, &job(60, sampling), &mut shaping)
+        };
+        let expected = of(&mut plain);
+        assert_eq!(expected.ids.len(), 14);
+        assert_eq!(of(&mut drafting), expected);
+        assert!(drafting.stats().draft.unwrap().forced > 0);
+    }
 }
 
 #[test]

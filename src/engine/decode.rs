@@ -58,7 +58,7 @@ impl Engine {
             // As many tokens as may follow the one that this step finds in any case.
             let room = (job.max_tokens - ids.len()).min(self.context() - self.kv.len()) - 1;
             let began = self.meter.wall();
-            if !self.force(id, shaping.forced()?, room) {
+            if !self.draft_forced(id, shaping.forced()?, room) {
                 self.draft(id, job, room)?;
             }
             self.drafted_step(cancel, observer)?;
@@ -81,7 +81,7 @@ impl Engine {
     }
 
     /// Drafts what must follow `id`, up to `most` tokens of it. Whether anything must.
-    fn force(&mut self, id: u32, forced: &[u32], most: usize) -> bool {
+    fn draft_forced(&mut self, id: u32, forced: &[u32], most: usize) -> bool {
         let Engine { model, state, meter, drafts, .. } = self;
         drafts.force(model, state, meter, id, forced, most)
     }

@@ -253,7 +253,7 @@ impl Parts<'_> {
         let kv = KvCache::bytes(arch, context, sparse, config.kv_bits)
             + match drafts.source {
                 DraftSource::Mtp => KvCache::bytes_for_mtp(arch, context, sparse, config.kv_bits),
-                DraftSource::Off | DraftSource::Auto | DraftSource::Ngram => 0,
+                DraftSource::Off | DraftSource::Auto | DraftSource::Ngram | DraftSource::Grammar => 0,
             };
         if config.kv_file {
             room.add(KvFile::room_bytes(KvCache::bytes(arch, 1, sparse, config.kv_bits) as usize, context));

@@ -70,11 +70,11 @@ impl<'a, W: Write> Answer<'a, W> {
         let text = self.detokenizer.push(self.tokenizer.token_bytes(id));
         self.thought.push_str(text);
         match (self.thoughts, self.open) {
-            (Thoughts::Hidden, _) => return ControlFlow::Continue(()),
+            (Thoughts::Hidden, _) => ControlFlow::Continue(()),
             (Thoughts::Dimmed, false) => {
                 self.open = true;
                 let begun = self.printer.aside(DIM);
-                begun.is_continue().then(|| self.printer.aside(text)).unwrap_or(begun)
+                if begun.is_continue() { self.printer.aside(text) } else { begun }
             }
             (Thoughts::Plain, false) | (_, true) => {
                 self.open = true;

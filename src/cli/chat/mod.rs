@@ -30,6 +30,9 @@ use turn::Model;
     mut_arg("raw", |arg| arg.hide(true)),
     mut_arg("ids", |arg| arg.hide(true)),
     mut_arg("timeline", |arg| arg.hide(true)),
+    mut_arg("grammar", |arg| arg.hide(true)),
+    mut_arg("json_schema", |arg| arg.hide(true)),
+    mut_arg("json_schema_text", |arg| arg.hide(true)),
     mut_arg("prompt", |arg| arg.help("Say this first")),
     mut_arg("file", |arg| arg.help("Say first what is in a file. One newline at its end is dropped")),
     mut_arg("system", |arg| arg.help("Instructions to the model, before the conversation")),
@@ -68,6 +71,9 @@ impl ChatArgs {
             }
             () if run.ids => refused("--ids", "what is said is text; `millstream run --ids` takes token ids"),
             () if run.timeline.is_some() => refused("--timeline", "`millstream run --timeline` draws one generation"),
+            () if run.grammar.is_given() => {
+                refused("grammar", "`millstream run` holds an answer to a grammar or a JSON schema")
+            }
             () if run.file.as_ref().is_some_and(|file| file.as_os_str() == "-") => {
                 refused("-f -", "standard input is the conversation: each of its lines is a turn")
             }
@@ -118,6 +124,7 @@ fn open(args: &RunArgs, machine: &Machine) -> Result<Option<(Model, Usage, Begun
     let template = ChatTemplate::open(&dir)
         .map_err(|error| blamed(Failure::of(&error).hint(error.hint().replace("--raw", "`millstream run --raw`"))))?;
     let (stop_ids, stops) = job::split_stops(&config, Some(&tokenizer), job::ends_turn(args, &checkpoint.arch))?;
+    config.shape.find_tokens(Some(&tokenizer), checkpoint.arch.vocab)?;
     let context = config.converse(checkpoint.arch.max_context)?;
     let (usage, warning) = Usage::open(&config.usage, &checkpoint, machine);
     warning.iter().for_each(|line| render::note(args.quiet, line));

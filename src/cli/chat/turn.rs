@@ -11,10 +11,12 @@ use crate::cli::job::Files;
 use crate::cli::machine::Machine;
 use crate::cli::printer::{Printer, Show};
 use crate::cli::run::{self, LookingOn};
+use crate::cli::shaping::Logprobs;
 use crate::cli::{Done, Failure, interrupt, render, size};
-use crate::engine::stats::Stats;
+use crate::engine::shaping::Scored;
+use crate::engine::stats::{Stats, TokenLogprob};
 use crate::engine::stop::StopMatcher;
-use crate::engine::{Engine, EngineError, Finish, Job, Outcome};
+use crate::engine::{Engine, EngineError, Finish, Job, Outcome, Shaping};
 use crate::model::conversation::{Answer as Said, Conversation};
 use crate::model::template::{ChatTemplate, TemplateError};
 use crate::model::tokenizer::Tokenizer;
@@ -100,12 +102,15 @@ impl Model {
 
     /// Generates the answer and writes it as it comes.
     fn answer(&mut self, job: &Job, interrupted: &AtomicBool, thoughts: Thoughts, args: &RunArgs) -> Spoken {
-        let Model { engine, tokenizer, stops, .. } = self;
+        let Model { engine, tokenizer, stops, config, .. } = self;
         let (show, thoughts) = if args.json { (Show::Nothing, Thoughts::Hidden) } else { (Show::Text, thoughts) };
         let out = io::stdout().lock();
         let printer = Printer::new(show, out, Some(tokenizer), &job.stop_ids, stops.clone(), 0);
         let mut answer = Answer::new(printer, tokenizer, &job.prompt, thoughts);
-        let outcome = generate(engine, job, interrupted, &mut answer, args.quiet);
+        let mut logprobs = Logprobs::new(&config.shape, job.max_tokens);
+        let mut take = |scored: &Scored| logprobs.take(scored);
+        let mut shaping = config.shape.shaping(&mut take);
+        let outcome = generate(engine, job, &mut shaping, interrupted, &mut answer, args.quiet);
         answer.finish();
         Spoken {
             outcome,
@@ -114,6 +119,7 @@ impl Model {
             is_thought: answer.is_thought(),
             stopped_by: answer.stopped_by().map(str::to_owned),
             failed: answer.failed(),
+            logprobs: config.shape.logprobs.map(|_| logprobs.told(Some(tokenizer))),
         }
     }
 
@@ -151,6 +157,8 @@ struct Spoken {
     stopped_by: Option<String>,
     /// Why it could not be written.
     failed: Option<io::Error>,
+    /// Of its tokens, where they are told.
+    logprobs: Option<Vec<TokenLogprob>>,
 }
 
 impl Chat<'_> {
@@ -170,9 +178,10 @@ impl Chat<'_> {
                 _ => Err(Failure::work("cannot write the answer to standard output").cause(error)),
             };
         }
-        let Spoken { reasoning, content, is_thought, stopped_by, .. } = spoken;
+        let Spoken { reasoning, content, is_thought, stopped_by, logprobs, .. } = spoken;
         let outcome = spoken.outcome.map_err(|error| self.model.files.failure(error))?;
-        let stats = self.model.numbers(&outcome, &content, &stopped_by, self.machine);
+        let mut stats = self.model.numbers(&outcome, &content, &stopped_by, self.machine);
+        stats.logprobs = logprobs;
         let is_begun = !outcome.ids.is_empty() || outcome.finish != Finish::Interrupted;
         if is_begun {
             let is_cut = stopped_by.is_some();
@@ -229,6 +238,7 @@ pub fn size_of(conversation: &Conversation) -> String {
 fn generate<W: Write>(
     engine: &mut Engine,
     job: &Job,
+    shaping: &mut Shaping,
     interrupted: &AtomicBool,
     answer: &mut Answer<'_, W>,
     quiet: bool,
@@ -249,7 +259,7 @@ fn generate<W: Write>(
         }
         flow
     };
-    engine.generate_observed(job, interrupted, &mut on_token, &mut looking_on)
+    engine.generate_shaped(job, shaping, interrupted, &mut on_token, &mut looking_on)
 }
 
 #[cfg(test)]

@@ -238,9 +238,9 @@ fn text_of(questions: &[Question], scores: &[Scores]) -> String {
         }
     }
     text += &format!("{}, {known} with an answer\n", size::counted(scores.len() as u64, "question"));
-    let of: [(&str, fn(&Scores) -> &[f64]); 2] =
-        [("acc", |scores| &scores.sums), ("acc_norm", |scores| &scores.per_character)];
-    for (name, of) in of {
+    type Of = fn(&Scores) -> &[f64];
+    let all: [(&str, Of); 2] = [("acc", |scores| &scores.sums), ("acc_norm", |scores| &scores.per_character)];
+    for (name, of) in all {
         let (Some(share), error) = share(right(questions, scores, of), known) else { continue };
         let error = error.map_or_else(String::new, |error| format!(" ± {:.2}", 100.0 * error));
         text += &format!("{name:<9} {:.2}{error} %\n", 100.0 * share);

@@ -180,15 +180,13 @@ struct Cost {
     bytes: u64,
 }
 
+/// Looks at the logits of a position, and may refuse them.
+type Look<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Failure> + 'a;
+
 impl Examiner {
     /// Shows `row` the logits of each of `tokens`, behind the first `keep` positions of what went through before; false where
     /// the user stopped it. What `row` refuses is told once the tokens are through.
-    fn score(
-        &mut self,
-        keep: usize,
-        tokens: &[u32],
-        row: &mut dyn FnMut(usize, &[f32]) -> Result<(), Failure>,
-    ) -> Result<bool, Failure> {
+    fn score(&mut self, keep: usize, tokens: &[u32], row: &mut Look) -> Result<bool, Failure> {
         let (vocab, mut position, mut seen) = (self.vocab, keep, Ok(()));
         let mut take = |logits: &[f32]| {
             for logits in logits.chunks_exact(vocab) {

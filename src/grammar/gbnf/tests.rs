@@ -79,5 +79,5 @@ fn what_is_wrong_is_named_with_its_line() {
         assert!(error.line == line && error.what.contains(words), "{text:?}: {error}");
     }
     assert!(to_lark(&format!("root ::= {}", "(".repeat(10_000))).unwrap_err().what.contains("parentheses"));
-    assert!(to_lark(&"root ::= \"a\"{999999999}").unwrap_err().what.contains("up to"));
+    assert!(to_lark("root ::= \"a\"{999999999}").unwrap_err().what.contains("up to"));
 }

@@ -49,7 +49,8 @@ fn alone(w: &WeightRef, rows: Range<usize>, x: &[f32], out: &mut [f32], tables: 
     for (first, out) in rows.clone().step_by(ALONE).zip(out.chunks_mut(ALONE)) {
         // Rows past the last one repeat it.
         let mut places = [rows.end - 1; ALONE];
-        let (mut weights, mut scales): ([&[[u8; UNIT]]; ALONE], [&[[u8; 4]]; ALONE]) = ([&[]; ALONE], [&[]; ALONE]);
+        let mut weights: [&[[u8; UNIT]]; ALONE] = [&[]; ALONE];
+        let mut scales: [&[[u8; 4]]; ALONE] = [&[]; ALONE];
         for r in 0..ALONE {
             places[r] = (first + r).min(rows.end - 1);
             weights[r] = &w.row(places[r]).as_chunks().0[..units];
