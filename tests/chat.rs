@@ -476,7 +476,7 @@ fn a_person_interrupts_clears_a_line_and_leaves() {
     assert!(seen.contains("\x1b[2m"), "dimmed: {seen:?}");
     person.sees(PROMPT);
     person.types("/stats\r");
-    person.sees("interrupted, ");
+    person.sees("interrupted\r\n");
     person.sees(PROMPT);
     person.types("\x04");
     assert_eq!(person.child.wait().unwrap().code(), Some(0));

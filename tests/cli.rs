@@ -465,11 +465,11 @@ fn what_cannot_work_is_said_before_the_model_loads() {
         (&["-p", "5 4096", "--ids"], &["token id 4096", "vocabulary of 4096"]),
         (&["-p", "x", "-c", "4097"], &["4097 tokens is more than the model's 4096"]),
         (&["-p", FOX, "-c", "14"], &["has 14 tokens", "-c has 14", "allows up to -c 4096"]),
-        (&["-p", "x", "--draft", "mtp"], &["--draft"]),
+        (&["-p", "x", "--draft", "guess"], &["--draft", "mtp"]),
     ] {
         refused(&run(arguments), 2, words);
     }
-    refused(&millstream(&["chat"]).output().unwrap(), 2, &["chat"]);
+    refused(&millstream(&["serve"]).output().unwrap(), 2, &["serve"]);
     let unknown = millstream(&["run", "-p", "x"]).env("MILLSTREAM_THREAD", "1").output().unwrap();
     refused(&unknown, 2, &["MILLSTREAM_THREAD is not a setting"]);
 }
