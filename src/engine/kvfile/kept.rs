@@ -183,28 +183,30 @@ impl KvFile {
         due
     }
 
-    /// Ends a generation: adds the rest, or takes back all that it added where that is not `sound`; and makes it durable.
-    pub fn end(&mut self, kv: &KvCache, sound: bool) {
+    /// Ends a generation and makes durable what it came to: adds the rest or, where the positions from `doubted` on cannot be
+    /// relied on, takes back what it added, and those.
+    pub fn end(&mut self, kv: &KvCache, doubted: Option<usize>) {
         if !std::mem::replace(&mut self.active, false) {
             return;
         }
-        if sound {
+        let keep = doubted.map(|doubted| doubted.min(self.begun));
+        if keep.is_none() {
             self.add(kv);
         }
         let began = Instant::now();
-        if self.stats.written_bytes > 0
-            && let Err(error) = self.settle(sound)
+        if (self.stats.written_bytes > 0 || keep.is_some_and(|keep| keep < self.held()))
+            && let Err(error) = self.settle(keep)
         {
             self.fail(&error);
         }
         self.stats.write_s += began.elapsed().as_secs_f64();
     }
 
-    /// Makes durable what was added, or that it is gone.
-    fn settle(&mut self, sound: bool) -> io::Result<()> {
-        if !sound {
+    /// Makes durable what was added, or that all but the first `keep` positions are gone.
+    fn settle(&mut self, keep: Option<usize>) -> io::Result<()> {
+        if let Some(keep) = keep {
             (self.tail, self.stats.added) = (true, 0);
-            self.sums.truncate(self.begun);
+            self.sums.truncate(keep);
             self.storage.cut(self.blocks.offset(self.held()))?;
         }
         self.storage.sync()

@@ -26,6 +26,7 @@ mod tests;
 pub use format::{HEADER_BYTES_MOST, Header, Mismatch};
 pub use kept::{KvFile, KvFileStats, Storage};
 
+use super::sampler::SampleError;
 use super::{Engine, EngineConfig, EngineError, Finish};
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::forward::{ForwardError, KvCache, Step};
@@ -110,13 +111,20 @@ impl Engine {
             Err(EngineError::Forward(ForwardError::Store(error))) => {
                 matches!(error, StoreError::Read { .. } | StoreError::Device(_))
             }
+            // What may come next says nothing of what came.
+            Err(EngineError::Constraint(_) | EngineError::Sample(SampleError::AllBanned { .. })) => true,
             Err(_) => false,
         };
+        let doubted = (!sound).then(|| match result {
+            // Experts that were wrong may have been in use in all generations that the context is of.
+            Err(EngineError::Forward(ForwardError::Store(StoreError::Spoilt(_)))) if self.held.lasts() => 0,
+            _ => self.times.cached_tokens,
+        });
         if let Some(file) = &mut self.kv_file {
-            file.end(&self.kv, sound);
+            file.end(&self.kv, doubted);
         }
-        if !sound {
-            self.forget(self.times.cached_tokens);
+        if let Some(doubted) = doubted {
+            self.forget(doubted);
         }
     }
 }

@@ -129,7 +129,7 @@ fn generate(disk: &Shared, tokens: &[u32], prompt: usize) -> (usize, KvFile) {
     while kv.len() < tokens.len() {
         step(&mut file, &mut kv, tokens, 1, FORM);
     }
-    file.end(&kv, true);
+    file.end(&kv, None);
     (taken, file)
 }
 
@@ -344,7 +344,7 @@ fn positions_of_another_form_are_computed_anew_with_all_after_them() {
     file.begin(&mut kv, &all[..9], Some(FORM));
     step(&mut file, &mut kv, &all, 9, FORM);
     (9..20).for_each(|_| step(&mut file, &mut kv, &all, 1, Form::Explicit));
-    file.end(&kv, true);
+    file.end(&kv, None);
     assert_eq!(taken_of(&disk.bytes(), &all), (9, vec![]));
 }
 
@@ -362,7 +362,7 @@ fn drafts_that_are_taken_back_never_get_into_the_file() {
         step(&mut file, &mut kv, &drafted, 4, FORM);
         kv.truncate(start + 2);
     }
-    file.end(&kv, true);
+    file.end(&kv, None);
     let len = kv.len();
     assert_eq!(taken_of(&disk.bytes(), &all), (len, vec![]));
     assert_eq!(header().blocks().held(disk.bytes().len() as u64), (len, 0));
@@ -379,12 +379,27 @@ fn what_cannot_be_relied_on_is_taken_back() {
     step(&mut file, &mut kv, &all, 10, FORM);
     step(&mut file, &mut kv, &all, 1, FORM);
     assert!(disk.bytes().len() > before.len());
-    file.end(&kv, false);
+    file.end(&kv, Some(usize::MAX));
     assert!(disk.bytes() == before);
     // The next generation of the same process goes on from there.
     kv.truncate(0);
     file.forget(0);
     assert_eq!(file.begin(&mut kv, &all[..30], Some(FORM)), 20);
+}
+
+#[test]
+fn earlier_generations_of_a_context_that_turns_out_wrong_are_taken_back_too() {
+    let disk = begun();
+    let all = tokens(40, 3);
+    let (mut kv, mut file) = (cache(), KvFile::new(Box::new(disk.clone()), &header(), CONTEXT, true));
+    file.begin(&mut kv, &all[..20], Some(FORM));
+    step(&mut file, &mut kv, &all, 20, FORM);
+    file.end(&kv, None);
+    assert_eq!(taken_of(&disk.bytes(), &all).0, 20);
+    // The next one begins with it, and ends before it wrote anything.
+    assert_eq!(file.begin(&mut kv, &all[..30], Some(FORM)), 20);
+    file.end(&kv, Some(0));
+    assert_eq!(taken_of(&disk.bytes(), &all).0, 0);
 }
 
 #[test]
@@ -396,7 +411,7 @@ fn a_file_that_may_not_be_written_is_read_and_left_alone() {
     let (mut kv, mut file) = (cache(), KvFile::new(Box::new(disk.clone()), &header(), CONTEXT, false));
     assert_eq!(file.begin(&mut kv, &all[..15], Some(FORM)), 14);
     step(&mut file, &mut kv, &all, 6, FORM);
-    file.end(&kv, true);
+    file.end(&kv, None);
     assert!(disk.bytes() == before && file.warnings().is_empty());
 }
 
@@ -412,7 +427,7 @@ fn a_context_that_lasts_goes_on_without_reading_what_it_has() {
         assert_holds(kv, all);
         step(&mut file, kv, all, prompt - taken, FORM);
         (prompt..all.len()).for_each(|_| step(&mut file, kv, all, 1, Form::Explicit));
-        file.end(kv, true);
+        file.end(kv, None);
         assert_eq!(header().blocks().held(disk.bytes().len() as u64), (all.len(), 0));
         (taken, file.stats().read_bytes)
     };
@@ -439,11 +454,11 @@ fn what_could_not_be_written_of_a_context_that_lasts_is_not_written_around() {
     file.begin(&mut kv, &all[..10], None);
     step(&mut file, &mut kv, &all, 10, FORM);
     disk.0.lock().unwrap().room = Some(header().blocks().offset(6) as usize);
-    file.end(&kv, true);
+    file.end(&kv, None);
     assert_eq!(file.warnings().len(), 1);
     disk.0.lock().unwrap().room = None;
     assert_eq!(file.begin(&mut kv, &all[..20], None), 10, "from the context");
     step(&mut file, &mut kv, &all, 10, FORM);
-    file.end(&kv, true);
+    file.end(&kv, None);
     assert_eq!(taken_of(&disk.bytes(), &all).0, 0, "nothing of a write that failed");
 }
