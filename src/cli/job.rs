@@ -83,6 +83,11 @@ pub fn prepare(args: &RunArgs, machine: &Machine) -> Result<Option<Prepared>, Fa
         (None, None) => return Err(prompt::tokenizer_failure(&TokenizerError::Missing { dir })),
     };
     let (stop_ids, stops) = split_stops(&config, tokenizer.as_deref(), ends_turn(args, &checkpoint.arch))?;
+    if let Some(tokenizer) = tokenizer.as_deref().filter(|_| grammar.is_some())
+        && let Some(failure) = prompt::beyond_vocabulary(&dir, tokenizer, &checkpoint.arch)
+    {
+        return Err(files.blamed(failure));
+    }
     let compile = |source| grammar::compile(&source, tokenizer.as_ref(), &stop_ids, args.draft);
     let grammar = grammar.map(compile).transpose()?;
     if grammar.is_some() {

@@ -83,6 +83,9 @@ impl Engine {
     /// Drafts what must follow `id`, up to `most` tokens of it. Whether anything must.
     fn draft_forced(&mut self, id: u32, forced: &[u32], most: usize) -> bool {
         let Engine { model, state, meter, drafts, .. } = self;
+        // A guide may say what it likes.
+        let known = forced.iter().take_while(|&&id| (id as usize) < model.arch.vocab).count();
+        let forced = &forced[..known];
         drafts.force(model, state, meter, id, forced, most)
     }
 

@@ -225,7 +225,7 @@ impl Shaper {
         let id = if shaping.changes_logits() {
             check_finite(row, position)?;
             match shaping.constraint.as_mut().map(|constraint| constraint.forced()).transpose()? {
-                Some(&[id, ..]) => id,
+                Some(&[id, ..]) if (id as usize) < row.len() => id,
                 _ => {
                     self.shape(row, shaping)?;
                     sampler.sample_allowed(&self.shaped, sampling, position)?

@@ -266,7 +266,7 @@ impl Drafts {
         self.run.truncate(1 + length);
     }
 
-    /// As [`Drafts::draft`] where what follows `token` is `forced`. Whether anything is.
+    /// As [`Drafts::draft`] where what follows `token` is `forced`. Whether it drafted any of that.
     pub(super) fn force(
         &mut self,
         model: &Model,
@@ -280,6 +280,7 @@ impl Drafts {
         self.is_forced = count > 0 && self.follows;
         if self.is_forced {
             self.prepare(model, state, meter, token, 1 + count);
+            self.foreseen.clear();
             self.run.clear();
             self.run.push(token);
             self.run.extend_from_slice(&forced[..count]);

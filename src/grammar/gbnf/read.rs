@@ -267,7 +267,8 @@ impl<'a> Reader<'a> {
 
     /// `part` as often as is said behind it.
     fn repeats(&mut self, mut part: Part) -> Result<Part, GbnfError> {
-        loop {
+        // Each lies in the next, as parentheses do.
+        for _ in 0..=GBNF_NESTING_MAX {
             self.skip(false);
             let (least, most) = match self.rest().chars().next() {
                 Some('*') => (0, None),
@@ -279,6 +280,7 @@ impl<'a> Reader<'a> {
             self.at += 1;
             part = Part::Repeat { part: Box::new(part), least, most };
         }
+        self.error(format!("there are more than {GBNF_NESTING_MAX} repetitions of each other"))
     }
 
     /// `{m}`, `{m,}` or `{m,n}`, up to its last character.

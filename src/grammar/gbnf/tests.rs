@@ -79,5 +79,7 @@ fn what_is_wrong_is_named_with_its_line() {
         assert!(error.line == line && error.what.contains(words), "{text:?}: {error}");
     }
     assert!(to_lark(&format!("root ::= {}", "(".repeat(10_000))).unwrap_err().what.contains("parentheses"));
+    // Deep enough to overflow the stack of whoever takes it apart again.
+    assert!(to_lark(&format!("root ::= \"a\"{}", "*".repeat(1_000_000))).unwrap_err().what.contains("repetitions"));
     assert!(to_lark("root ::= \"a\"{999999999}").unwrap_err().what.contains("up to"));
 }
