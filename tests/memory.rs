@@ -196,8 +196,10 @@ fn a_run_takes_the_limit_of_its_control_group_and_lives() {
         assert_eq!(said.contains(" page cache + "), io == "buffered", "{said}");
         let peak = stats["memory"]["rss_peak"].as_u64().unwrap();
         assert!(peak <= budget, "{peak} bytes at the peak of {budget}");
-        // There are more experts than the budget has room for, so that all of it is used.
-        assert!(io == "buffered" || peak > budget / 10 * 9, "{peak} bytes at the peak of {budget}");
+        // There are more experts than the budget has room for, so that all of it is used but for what of the program no
+        // memory holds: that varies by megabytes with what else the machine does.
+        let program = fs::metadata(millstream().get_program()).unwrap().len();
+        assert!(io == "buffered" || peak + program > budget / 10 * 9, "{peak} bytes at the peak of {budget}");
         assert_eq!(group.kills(), 0);
         // What cannot fit is refused with both numbers before it is loaded.
         let output = group.run(&generation(&["-c", "1000000"]));
